@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 DISTRIBUTION = "easyrl-train"  # name on the package index, where `easyrl` is another project
 __version__ = "0.2.0.dev0"
-__all__ = ["Config", "ConfigError", "Evaluation", "LossInputs", "LossOutputs", "Run", "__version__"]
-__all__ += ["evaluate", "train"]
+__all__ = ["Callback", "Config", "ConfigError", "Evaluation", "LossInputs", "LossOutputs", "Run"]
+__all__ += ["__version__", "evaluate", "train"]
 
 if TYPE_CHECKING:
     from easyrl.algorithm.losses import LossInputs, LossOutputs
+    from easyrl.api.callbacks import Callback
     from easyrl.api.calls import Evaluation, Run, evaluate, train
     from easyrl.config import Config, ConfigError
 

@@ -15,9 +15,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, dataclass_transform
 
+from easyrl.formatting import shorten
+
 if TYPE_CHECKING:
     from easyrl.config.spec import RunSpec
     from easyrl.types import IndexedPrompt, Prompt
+
+
+MAX_VALUE = 500
+"""Characters of a prompt, a completion or a column that an error message shows."""
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
@@ -215,6 +221,32 @@ def with_columns(line: dict[str, Any], columns: Mapping[str, Any]) -> dict[str, 
     return added
 
 
+class FailedCall(Message):
+    """A call of reward functions that failed, with what they were given."""
+
+    error: str  # what failed, and the function's traceback
+    prompt: str = ""  # empty: the failure concerns no group
+    completion: str | None = None
+    """One that the function fails on; the group's first one if that is unknown."""
+    row: Mapping[str, Any] = field(default_factory=dict)  # its columns, as `Prompt.references`
+
+    def __str__(self) -> str:
+        lines = [self.error]
+        if self.prompt:
+            lines.append(f"prompt: {_shown_value(self.prompt)}")
+        if self.completion is not None:
+            lines.append(f"completion: {_shown_value(self.completion)}")
+        if self.row:
+            values = [f"{name}={_shown_value(value)}" for name, value in self.row.items()]
+            lines.append(f"row: {', '.join(values)}")
+        return "\n".join(lines)
+
+
+def _shown_value(value: Any) -> str:
+    """Return a value as Python writes it, at most MAX_VALUE characters and their mark."""
+    return shorten(repr(value), MAX_VALUE, " … ")
+
+
 class GroupScored(WorkerEvent):
     """A group has its rewards; it is in the ring unless it is rejected."""
 
@@ -226,7 +258,8 @@ class GroupScored(WorkerEvent):
     completion_lengths: Sequence[int]  # [G], sampled tokens
     num_truncated: int
     busy_seconds: float  # the engine's busy time in this iteration so far
-    errors: Sequence[str] = ()  # failed reward calls that do not end the run (`reward.on_error`)
+    errors: Sequence[FailedCall] = ()
+    """Failed reward calls that do not end the run (`reward.on_error`)."""
     is_skipped: bool = False  # a reward call failed, so the group has no rewards
     is_unwanted: bool = False
     """Skipped or, with `algorithm.dynamic_sampling`, all rewards are equal."""
@@ -254,9 +287,18 @@ class PromptEvaluated(WorkerEvent):
     samples: Sequence[Sample]  # of a skipped one the rewards are NaN
     prompt: str | None = None
     pictures: Sequence[bytes] = ()  # of the prompt: small JPEG files
-    errors: Sequence[str] = ()
+    errors: Sequence[FailedCall] = ()
     logged: Mapping[str, float] = field(default_factory=dict)  # by reward functions
     checksum: int = 0  # of token ids and log-probabilities
+
+
+class RewardFailed(WorkerEvent):
+    """A reward call failed, and `reward.on_error` is `stop`: the run is to end. The worker scores
+    no group any more."""
+
+    call: FailedCall
+    iteration: int | None = None  # from 1; None: of an evaluation, or of no group
+    prompt_index: int | None = None  # None: of no group
 
 
 class IterationTrained(WorkerEvent):
@@ -381,6 +423,7 @@ class RunEnded(Event):
 
     exit_code: int
     message: str  # why the run ended, for the user; empty if it finished
+    is_planned: bool = False  # stopped by `train.stop_when` or a callback
 
 
 Observer = Callable[[Event], Note | None]

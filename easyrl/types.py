@@ -65,6 +65,26 @@ def shown_content(content: Any) -> str:
     return "".join(shown)
 
 
+def short_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns whose values are short and can be written as JSON."""
+    found = {}
+    for name, value in columns.items():
+        with contextlib.suppress(TypeError, ValueError):  # no JSON
+            if len(json.dumps(value, allow_nan=False)) <= MAX_REFERENCE:
+                found[name] = value
+    return found
+
+
+def as_text(content: str | Messages) -> str:
+    """Return a prompt or a completion as one text; of a chat, a line or more for each message."""
+    if isinstance(content, str):
+        return content
+    lines = []
+    for message in content:
+        lines.append(f"{message['role']}: {shown_content(message['content'])}")
+    return "\n".join(lines)
+
+
 class BrokenInvariant(RuntimeError):
     """An invariant (docs/design.md) does not hold: the run ends, and nothing is retried."""
 
@@ -103,12 +123,7 @@ class Prompt:
 
     def references(self) -> dict[str, Any]:
         """Return the columns that are shown beside completions: all but long ones."""
-        found = {}
-        for name, value in self.columns.items():
-            with contextlib.suppress(TypeError, ValueError):  # no JSON
-                if len(json.dumps(value, allow_nan=False)) <= MAX_REFERENCE:
-                    found[name] = value
-        return found
+        return short_columns(self.columns)
 
 
 class GroupKey(NamedTuple):

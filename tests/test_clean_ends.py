@@ -203,7 +203,7 @@ def test_an_exception_in_a_reward_is_reported_once_with_its_traceback(tmp_path):
     (tmp_path / "r.py").write_text(REWARDS)
     words = ("--output", str(tmp_path / "run"), *ENDLESS)
     code, _, err = finish(*words, "--reward", f"{tmp_path}/r.py:fails")
-    assert err.count("KeyError: 'no such thing'") == 1 and "for the prompt" in err
+    assert err.count("KeyError: 'no such thing'") == 1 and "\nprompt: " in err
     assert code == 1 and err.count("easyrl: ") == 1
 
 

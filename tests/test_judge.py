@@ -337,7 +337,7 @@ def test_a_judge_has_time_for_its_retries_and_takes_no_other_scores_along():
     with judge_server(seconds=20.0) as server:
         group = group_of(server.url, "reward.timeout_seconds=4.5")
         assert group.scores == [[1.0, 0.0], [0.0, 0.0]]
-        assert len(group.errors) == 1 and "(judge) took longer than 4.5 s" in group.errors[0]
+        assert len(group.errors) == 1 and "(judge) took longer than 4.5 s" in group.errors[0].error
 
 
 def test_processes_share_the_slots_and_use_them_all():

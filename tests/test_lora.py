@@ -1,7 +1,9 @@
 """LoRA: adapters in the trainer, merged weights everywhere else."""
 
 import json
+import shutil
 from itertools import islice
+from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
@@ -14,16 +16,18 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from easyrl.config import ConfigError, load_config
 from easyrl.config.model import LoraConfig
 from easyrl.layout.row import Rollout, pack
-from easyrl.model.export import export_checkpoint
+from easyrl.model.adapter_files import read_adapter
+from easyrl.model.export import export_checkpoint, find_model
 from easyrl.model.inputs import ModelInputs
 from easyrl.model.loading import load_policy
-from easyrl.model.lora import PARTS, Adapter, check_lora, describe_lora
+from easyrl.model.lora import PARTS, Adapter, check_lora, combine, describe_lora
 from easyrl.model.saving import save_policy
 from easyrl.model.sharding import TrainRanks
 from easyrl.model.towers import meta_model
 from easyrl.model.tri_model import TriModel
 from easyrl.runtime.resolve import resolve
-from mistakes import TINY
+from easyrl.runtime.resume import start_from
+from mistakes import TINY, change_json
 from runs import SMALL, lines_of, succeed, summary_of
 from tiny_models import (
     OLD_SIZES,
@@ -405,24 +409,144 @@ def test_a_layer_that_two_targets_name_is_counted_once():
     assert once == twice
 
 
-def test_a_run_from_an_adapter_says_that_it_is_merged_and_what_the_new_one_fits(tmp_path):
+def of_peft(folder, base=TINY, **changes):
+    """Save an adapter as peft does, with random values."""
     from peft import LoraConfig as PeftConfig
-    from peft import PeftModel, get_peft_model
+    from peft import get_peft_model
 
-    config = PeftConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    config.base_model_name_or_path = TINY
-    get_peft_model(plain_model(TINY), config).save_pretrained(tmp_path / "mine")
-    words = ("--model", str(tmp_path / "mine"), "--iterations", "1", *SMALL, "model.lora.rank=4")
-    said = {name: succeed(*words, *more) for name, more in {
-        "plan": ["--dry-run"],
-        "start": ["--output", str(tmp_path / "run")],
-    }.items()}  # fmt: skip
-    for out in said.values():
+    settings = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"]} | changes
+    config = PeftConfig(task_type="CAUSAL_LM", init_lora_weights=False, **settings)
+    config.base_model_name_or_path = str(base)
+    torch.manual_seed(len(folder.name))
+    get_peft_model(plain_model(base), config).save_pretrained(folder)
+    return folder
+
+
+def weights_of(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def merged_weights(adapter, base, folder):
+    """The weights of the base with the adapter, as `easyrl eval` merges it."""
+    return weights_of(Path(find_model(str(adapter), base).make(folder)))
+
+
+THREE = "model.lora.target_modules=[q_proj, down_proj, v_proj]"
+FROM_ADAPTER = (*SMALL, "--iterations", "1", "data.num_held_out=0")
+
+
+def test_a_run_goes_on_with_an_adapter_of_its_rank(tmp_path):
+    """With learning rate 0 it stays as it is, and so does the policy: kl is that of the reference,
+    which is the policy at the start."""
+    mine, run = of_peft(tmp_path / "mine"), tmp_path / "run"
+    words = ("--model", str(mine), *FROM_ADAPTER, "model.lora.rank=4", "train.learning_rate=0")
+    said = [succeed(*words, "--dry-run"), succeed(*words, "--output", str(run), "algorithm.beta=1")]
+    for out in said:
+        assert f"the adapter {mine} of {TINY} is trained further" in out
+    before, after = (
+        load_file(each / "adapter_model.safetensors") for each in (mine, run / "adapter")
+    )
+    assert before.keys() == after.keys() and all((before[n] == after[n]).all() for n in before)
+    config = json.loads((run / "adapter" / "adapter_config.json").read_text())
+    about = (config["r"], config["lora_alpha"], config["base_model_name_or_path"])
+    assert about == (4, 6, str(TINY))
+    expected = merged_weights(mine, None, tmp_path / "made")
+    for name, weight in weights_of(run / "model").items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=1e-6)
+    (line,) = lines_of(run / "metrics.jsonl")
+    assert line["kl"] == 0.0 and line["grad_norm"] > 0.0
+    card = (run / "adapter" / "README.md").read_text()
+    assert "library_name: peft" in card and "LoRA adapter of rank 4 for tiny" in card
+    assert "with EasyRL" in card and "data: arithmetic" in card
+
+    shutil.rmtree(mine)  # the run has a copy
+    succeed("--resume", str(run), "--iterations", "2", "train.learning_rate=0.01")
+    trained = load_file(run / "adapter" / "adapter_model.safetensors")
+    assert any((trained[name] != before[name]).any() for name in before)
+    start, _ = start_from(load_config(words=[f"model.path={run}/adapter", "model.lora.rank=4"]))
+    assert start.learning_rate == 0.01 and start.model.path == str(TINY)
+    assert (start.model.lora.adapter, start.model.lora.alpha) == (str(run / "adapter"), 6)
+
+
+def test_a_new_adapter_on_a_merged_one_is_saved_with_it_for_its_base(tmp_path):
+    mine, run = of_peft(tmp_path / "mine"), tmp_path / "run"
+    words = ("--model", str(mine), *FROM_ADAPTER, "model.lora.rank=2", "train.learning_rate=0.01")
+    words += ("model.lora.target_modules=[q_proj, k_proj]",)
+    for out in (succeed(*words, "--dry-run"), succeed(*words, "--output", str(run))):
         (line,) = (line for line in out.splitlines() if "is merged into its base" in line)
-        assert str(tmp_path / "mine") in line and "new adapter" in line
-    made = tmp_path / "run/inputs/mine"
-    assert str(made) in (tmp_path / "run/adapter/README.md").read_text()
-    PeftModel.from_pretrained(plain_model(made), tmp_path / "run/adapter")
+        assert (
+            f"the adapter {mine} is merged into its base, {TINY}, and a new one of rank 2" in line
+        )
+        assert "its rank is 4, and model.lora.rank is 2" in line and "with rank 6" in line
+    config = json.loads((run / "adapter" / "adapter_config.json").read_text())
+    assert (config["r"], config["base_model_name_or_path"]) == (6, str(TINY))
+    expected = weights_of(run / "model")
+    made = merged_weights(run / "adapter", None, tmp_path / "made")
+    for name, weight in made.items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-4, atol=1e-5)
+    plain = weights_of(TINY)
+    assert any((plain[name] - weight).abs().max() > 1e-3 for name, weight in made.items())
+    assert f"LoRA adapter of rank 6 for {TINY.name}" in (run / "adapter" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"use_rslora": True}, {"alpha_pattern": {"q_proj": 8}, "rank_pattern": {"q_proj": 3}}],
+)  # fmt: skip
+def test_two_adapters_combined_are_both(tmp_path, changes):
+    first = of_peft(tmp_path / "first", **changes)
+    expected_base = Path(find_model(str(first)).make(tmp_path / "merged"))
+    second = of_peft(tmp_path / "second", expected_base, r=2, target_modules=["q_proj", "o_proj"])
+    expected = merged_weights(second, None, tmp_path / "expected")
+    combine(second, read_adapter(first))
+    assert json.loads((second / "adapter_config.json").read_text())["r"] == 6
+    got = merged_weights(second, None, tmp_path / "got")
+    for name, weight in got.items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words", "why"),
+    [
+        ({}, ["model.lora.rank=4"], ""),
+        ({}, ["model.lora.rank=4", "model.lora.alpha=6"], ""),
+        ({}, ["model.lora.rank=4", "model.lora.target_modules=[q_proj, down_proj]"], ""),
+        ({}, ["model.lora.rank=4", "model.lora.alpha=8"], "its alpha is 6"),
+        ({}, ["model.lora.rank=4", "model.lora.target_modules=[q_proj]"], "target_modules are not"),
+        ({}, ["model.lora.rank=4", THREE], "v_proj"),
+        ({"use_rslora": True}, ["model.lora.rank=4"], "use_rslora"),
+        ({"use_dora": True}, ["model.lora.rank=4"], "use_dora"),
+        ({"modules_to_save": ["lm_head"]}, ["model.lora.rank=4"], "modules_to_save"),
+        ({}, [], None),
+    ],
+)  # fmt: skip
+def test_what_becomes_of_an_adapter_follows_from_the_settings(tmp_path, changes, words, why):
+    folder = of_peft(tmp_path / "mine", **changes)
+    _, source = start_from(load_config(words=[f"model.path={folder}", *words]))
+    assert source.kind == ("continued" if why == "" else "adapter")
+    assert (why or "") in source.reason_for_new
+    text = source.describe(load_config(words=words).model.lora)
+    assert (why is None) == ("to train it further: model.lora.rank=4" in text)
+
+
+def test_adapters_of_other_models_are_refused_before_the_run(tmp_path):
+    folder = of_peft(tmp_path / "mine")
+    words = [f"model.lora.adapter={folder}", "model.lora.rank=4"]
+    with pytest.raises(ConfigError, match=r"expected an adapter of model\.path .* tiny-countdown"):
+        start_from(load_config(words=["model.path=tiny-countdown", *words]))
+    with pytest.raises(ConfigError, match=r"its rank is 4, and model\.lora\.rank is 8"):
+        start_from(load_config(words=[words[0], "model.lora.rank=8"]))
+    with pytest.raises(ConfigError, match="expected the folder of an adapter"):
+        start_from(load_config(words=[f"model.lora.adapter={tmp_path}", "model.lora.rank=4"]))
+    with pytest.raises(ConfigError, match=r"expected model\.lora\.rank too"):
+        load_config(words=[words[0]])
+    change_json("adapter_config.json", base_model_name_or_path="/gone/from/here")(folder)
+    lora = LoraConfig(rank=4, adapter=str(folder))
+    check_lora(lora, "tiny", meta_model(AutoConfig.from_pretrained(TINY)))
+    for kind, named in (("qwen3", "weights, and there"), ("gpt2", "it does not have")):
+        path = saved(kind, tmp_path)
+        with pytest.raises(ConfigError, match=rf"model\.lora\.adapter: .*{named}"):
+            check_lora(lora, str(path), meta_model(AutoConfig.from_pretrained(path)))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -86,7 +86,7 @@ def test_scores_are_those_of_transformers_one_by_one(name, models):
     padding = reward_model._loaded[str(folder)][0].config.pad_token_id
     assert (padding is None) == (name == "unpadded")
     (error,) = call(rewards, Prompt(0, "1" * 300, {}), TEXTS).errors
-    assert "at most 256 tokens" in error
+    assert "at most 256 tokens" in error.text
 
 
 def test_models_are_in_one_process_beside_the_functions_and_survive_its_death(models, tmp_path):

@@ -26,7 +26,16 @@ from easyrl.rewards.worker import PROCESS_NAME, Call
 from easyrl.types import Prompt
 from easyrl.user_code import user_traceback
 from own_processes import WAIT_SECONDS
-from runs import SMALL, both_schedules, descendants, lines_of, summary_of, wait_until_gone
+from runs import (
+    SMALL,
+    both_schedules,
+    descendants,
+    finish,
+    lines_of,
+    succeed,
+    summary_of,
+    wait_until_gone,
+)
 
 ROOT = Path(__file__).parent.parent
 METHODS = ("fork", "spawn", "forkserver")
@@ -39,6 +48,7 @@ from multiprocessing import get_context
 import numpy as np
 
 def evaluates(prompts, completions, **_): return eval(prompts[0])
+def numbers(completions, **_): return [float(text) for text in completions]
 def good(completions, **_): return [1.0] * len(completions)
 def pid(completions, **_): return [os.getpid()] * len(completions)
 def none(completions, **_): return [None, 1.0]
@@ -313,10 +323,26 @@ def test_failed_calls_score_zero_with_an_error_that_names_the_cause(open_pool, c
     pool = open_pool("good", "evaluates", reward__on_error="zero", reward__memory_limit_gib=0.25)
     for (prompt, named), scored in zip(INVALID.items(), score(pool, *INVALID), strict=True):
         assert scored.scores == [[1.0, 1.0], [0.0, 0.0]], prompt
-        (error,) = scored.errors
+        error = str(*scored.errors)
         assert "evaluates" in error and named in error and repr(prompt) in error
         assert ("worker.py" in error) == (named == "MiB")  # else the user's frames only
     assert len(capfd.readouterr().out) <= 2 * worker.MAX_OUTPUT_CHARACTERS
+
+
+def test_failed_call_names_the_completion_that_the_function_fails_on_and_its_row(open_pool):
+    """One of three; `none` of them alone fails where the number of scores is wrong."""
+    pool = open_pool("numbers", "none", reward__on_error="zero")
+    ids = [[1], [2], [3]]
+    pool.submit(0, Call("q", ["7", "x", "9"], ids, {"level": [1, 2], "long": "y" * 9999}))
+    ((scores, errors, *_),) = finished(pool, 1)
+    assert scores == [[0.0] * 3, [0.0] * 3]
+    of_numbers, of_none = errors
+    assert (of_numbers.prompt, of_numbers.completion) == ("q", "x")
+    assert of_numbers.row == {"level": [1, 2]}
+    assert of_numbers.error.startswith("reward 'numbers' failed on completion 2 of 3:")
+    assert "ValueError" in of_numbers.error and of_none.completion == "7"
+    lines = str(of_numbers).splitlines()
+    assert lines[-3:] == ["prompt: 'q'", "completion: 'x'", "row: level=[1, 2]"]
 
 
 def test_lost_process_costs_its_own_call_and_is_replaced(open_pool):
@@ -330,7 +356,7 @@ def test_lost_process_costs_its_own_call_and_is_replaced(open_pool):
             assert scores == [[1000.0, 1000.0]] and not errors
         else:
             assert not scores and len(errors) == 1
-            assert f"'{prompt}'" in errors[0] and LOST[prompt] in errors[0]
+            assert errors[0].prompt == prompt and LOST[prompt] in errors[0].error
 
 
 def test_process_killed_between_two_calls_costs_nothing_and_is_reported(own, open_pool, reports):
@@ -399,6 +425,43 @@ def test_reward_processes_end_with_a_killed_parent(own):
 def test_weighted_sum_ignores_functions_without_a_score():
     rewards = weighted_sum([[1.0, None, 0.0], [2.0, 4.0, None]], [1.0, 0.5])
     assert rewards.tolist() == [2.0, 2.0, 0.0] and rewards.dtype == "float32"
+
+
+FAILS_LATER = """
+def score(completions, answer, trainer_state, **_):
+    if trainer_state.global_step >= 2 and "" not in completions:
+        raise LookupError("no empty one")
+    return [float(len(text)) for text in completions]
+"""
+
+
+def test_run_that_a_reward_ends_has_a_checkpoint_of_its_last_iteration(tmp_path):
+    """Its errors are in a file, as with on_error=zero, with which it resumes."""
+    (tmp_path / "r.py").write_text(FAILS_LATER)
+    folder = tmp_path / "run"
+    words = (
+        *SMALL,
+        "--iterations",
+        "4",
+        "--reward",
+        f"{tmp_path}/r.py:score",
+        "train.save_every=9",
+    )
+    code, out, err = finish("--output", str(folder), *words)
+    assert code == 1 and "saving the last checkpoint" in out
+    assert [each.name for each in (folder / "checkpoints").iterdir()] == ["2"]
+    first, *_ = lines_of(folder / "reward_errors.jsonl")
+    assert first["iteration"] == 3 and "LookupError: no empty one" in first["error"]
+    assert set(first["row"]) == {"answer"} and first["prompt"].endswith("=")
+    assert repr(first["completion"]) in err and "reward.on_error=stop ended it" in err
+    assert err.count("LookupError: no empty one") == 1 and "reward_errors.jsonl" in err
+
+    succeed("--resume", str(folder), "reward.on_error=zero")
+    errors = lines_of(folder / "reward_errors.jsonl")
+    assert (
+        len([line for line in errors if line["iteration"]]) == summary_of(folder)["reward_errors"]
+    )
+    assert {line["iteration"] for line in errors} <= {3, 4, None}
 
 
 SOMETIMES = """

@@ -45,7 +45,7 @@ from easyrl.environments.host import Key
 from easyrl.environments.host_pool import FAILURES, CallFailed, HostKilled
 from easyrl.environments.pool import row_of
 from easyrl.model.prompt_renderer import PromptRenderer
-from easyrl.rewards.worker import Call, Scored
+from easyrl.rewards.worker import Call, CallError, Scored
 from easyrl.types import Completion, Messages, Prompt
 
 MAX_REFUSED = 16
@@ -533,8 +533,8 @@ def _scored(group: Group, *, is_only_reward: bool) -> Scored:
     does one that reached a limit, if the agent gives the only reward."""
     scores: list[float | None] = []
     named: dict[str, list[float]] = {}
-    errors: list[str] = []
-    for episode in group.episodes:
+    errors: list[CallError] = []
+    for index, episode in enumerate(group.episodes):
         score = episode.value
         has_failed = bool(episode.error) or (is_only_reward and bool(episode.limit))
         if score is None and has_failed:
@@ -542,9 +542,8 @@ def _scored(group: Group, *, is_only_reward: bool) -> Scored:
         scores.append(score)
         for name, value in episode.parts.items():
             named.setdefault(name, []).append(value)
-        error = f"the agent failed:\n{episode.error}"
-        if episode.error and error not in errors:
-            errors.append(error)
+        if episode.error:
+            errors.append(CallError(f"the agent failed:\n{episode.error}", index))
     metrics: dict[str, float] = {}
     for name, values in named.items():
         metrics[f"rewards/{name}/mean"] = mean(values)

@@ -17,14 +17,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from easyrl import events, user_code
+from easyrl.api.callbacks import Callback
 from easyrl.api.inputs import Inputs
 from easyrl.config import Config, ConfigError, by_name, load_config, options_by_key
 from easyrl.devices import NO_AUTOLOAD
 from easyrl.evaluation.command import evaluate as run_evaluation
 from easyrl.evaluation.view import EvalView
+from easyrl.model.checkpoint_files import CHECKPOINTS, best_checkpoint
 from easyrl.observe.observers import make_observers
 from easyrl.processes import UNGUARDED, allow_long_integers
 from easyrl.runtime import run_folder
+from easyrl.runtime.callbacks import CallbackFailure, Callbacks
 from easyrl.runtime.resume import config_file_of, settings_to_evaluate
 from easyrl.runtime.run import run
 from easyrl.runtime.supervisor import FINISHED, SIGNALLED, USER_ERROR
@@ -88,6 +91,13 @@ class Run(Results):
         path = self.folder / "model"
         return str(path) if path.is_dir() else None
 
+    @property
+    def best_checkpoint(self) -> str | None:
+        """The checkpoint with the best evaluation (`train.eval_every`), for `model`, `easyrl
+        export` and `easyrl eval`; None without one."""
+        path = best_checkpoint(self.folder / CHECKPOINTS)
+        return None if path is None else str(path)
+
     def resume(self, iterations: int | None = None, **settings: Any) -> Run:
         """Continue from the newest checkpoint, to `iterations` in all."""
         return train(resume=self.folder, iterations=iterations, **settings)
@@ -116,6 +126,7 @@ def train(
     seed: int | None = None,
     schedule: str | None = None,
     resume: StrPath | None = None,
+    callbacks: Sequence[Callback | Any] = (),
     progress: bool = True,
     **settings: Any,
 ) -> Run:
@@ -132,13 +143,15 @@ def train(
         output: The run folder.
         iterations: Iterations in all, resumed or not.
         resume: A run to resume from its newest checkpoint. It keeps its data and rewards.
+        callbacks: Objects that are called during the run, and may end it (`easyrl.Callback`).
         progress: Print progress; in a notebook, show it as one output that is updated.
         settings: Settings by section, as in `train={"learning_rate": 1e-5}`.
 
     Raises:
         ConfigError: For a mistake in the arguments (a ValueError).
-        RuntimeError: When the run has failed.
-        KeyboardInterrupt: When it was interrupted. The message has the command that resumes it.
+        RuntimeError: When the run has failed; if a callback has raised, with that as its cause.
+        KeyboardInterrupt: When it was interrupted. The message has the command that resumes it. A
+            run that a callback or `train.stop_when` has ended is returned.
     """
     options = options_by_key(
         model=model,
@@ -164,16 +177,22 @@ def train(
         folder = run_folder.folder_of(resolved.output.dir, resolved.data.datasets)
         if inputs and (not run_folder.is_unstarted(folder) or run_folder.is_locked(folder)):
             run_folder.refuse_existing(folder, but_inputs=False)
+        called = Callbacks(_list_of(callbacks), lambda: Run(folder))
         with inputs.stored(resolved, folder) as stored:
             *others, view = make_observers(stored.output.log_to, live=False)
 
             def observe(event: events.Event) -> events.Note | None:
-                if isinstance(event, events.RunEnded) and event.exit_code:  # an exception says why
+                is_raised = isinstance(event, events.RunEnded) and not event.is_planned
+                if is_raised and event.exit_code:  # an exception says why
                     event = replace(event, message="")
                 return view(event) if progress else None
 
-            end = run(stored, [*others, observe], resumed)
-        return Run(_finished(end, folder))
+            end = run(stored, [*others, observe], resumed, called)
+        if called.has_started:
+            _call_at_end(called, end)
+        if end.is_planned:
+            return Run(folder)
+        return Run(_finished(end, folder, called.error))
 
 
 def evaluate(
@@ -253,12 +272,35 @@ def _resolve(
     return load_config(None if file is None else Path(file), values), inputs
 
 
-def _finished(end: events.RunEnded, folder: Path) -> Path:
+def _list_of(callbacks: Any) -> Sequence[Any]:
+    """Raises ConfigError unless these are several callbacks."""
+    if isinstance(callbacks, list | tuple):
+        return callbacks
+    raise ConfigError(f"callbacks: expected a list, as in callbacks=[Mine()], got {callbacks!r}")
+
+
+def _call_at_end(called: Callbacks, end: events.RunEnded) -> None:
+    """Tell the callbacks how the run has ended. Raises RuntimeError if one of them fails, unless
+    the run has failed, too."""
+    status = "failed"
+    if end.exit_code == FINISHED:
+        status = "finished"
+    elif end.exit_code > SIGNALLED:
+        status = "stopped"
+    try:
+        called.end(status)
+    except CallbackFailure as failure:
+        if status != "failed":
+            error = ConfigError if failure.is_user_error else RuntimeError
+            raise error(f"{failure}\n(the run has {status})") from failure.__cause__
+
+
+def _finished(end: events.RunEnded, folder: Path, cause: BaseException | None = None) -> Path:
     if end.exit_code == FINISHED:
         return folder
     if end.exit_code > SIGNALLED:
         raise KeyboardInterrupt(end.message)
-    raise (ConfigError if end.exit_code == USER_ERROR else RuntimeError)(end.message)
+    raise (ConfigError if end.exit_code == USER_ERROR else RuntimeError)(end.message) from cause
 
 
 @contextlib.contextmanager

@@ -24,10 +24,13 @@ class LoraConfig(Section):
     """An adapter's output is multiplied by alpha / rank; null: twice the rank."""
     target_modules: Annotated[list[str] | None, EACH_ONCE] = Field(default=None, min_length=1)
     """Linear layers to adapt, by the ends of their names ([q_proj]); null: all except the head."""
+    adapter: Annotated[str | None, NAMES_FILES] = Field(default=None, min_length=1)
+    """Folder of an adapter of `model.path`, in peft's format, to train further instead of a new
+    one; null: a new one. `--model ADAPTER` sets it, if rank, alpha and layers are the adapter's."""
 
     @model_validator(mode="after")
     def _has_rank(self) -> Self:
-        for key in ("alpha", "target_modules"):
+        for key in ("alpha", "target_modules", "adapter"):
             value = getattr(self, key)
             if self.rank is None and value is not None:
                 raise ValueError(f"model.lora.{key}: expected model.lora.rank too, got {value}")

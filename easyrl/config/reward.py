@@ -85,8 +85,9 @@ class RewardConfig(Section):
     """Memory that each reward process may allocate, in GiB; null: no limit."""
     on_error: Annotated[Literal["stop", "skip_group", "zero"], MAY_CHANGE] = "stop"
     """After a reward call that raises, returns an invalid value, takes too long, needs too much
-    memory or ends its process: end the run (`stop`), replace the group (`skip_group`), or let its
-    completions score 0 in that function (`zero`). The last two log to reward_errors.jsonl."""
+    memory or ends its process: end the run with a checkpoint (`stop`), replace the group
+    (`skip_group`), or let its completions score 0 in that function (`zero`). reward_errors.jsonl
+    has the calls."""
     model_device: Annotated[Literal["cpu"] | Index, MAY_CHANGE] = "cpu"
     """Device of the reward models: `cpu`, or the number of an accelerator, such as one that also
     trains. Each rollout worker has one process for all of its reward models."""

@@ -13,7 +13,7 @@ settings: a field has its key's name and meaning unless a comment says something
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from easyrl.config import Config
 from easyrl.config.algorithm import LOSS_TYPES, POLICY
@@ -22,6 +22,7 @@ from easyrl.config.devices import DevicesConfig
 from easyrl.config.model import AttentionMode, DType, LoraConfig, VisionMode
 from easyrl.config.reward import RewardConfig
 from easyrl.config.rollout import SamplingChoice, ToolFormat
+from easyrl.config.stopping import StopCondition
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +234,13 @@ class BatchSpec:
         return self.prompts_per_iteration // self.updates_per_iteration
 
 
+class BestMetric(NamedTuple):
+    """A metric, and which of its values is the best."""
+
+    name: str
+    is_highest: bool
+
+
 @dataclass(frozen=True, slots=True)
 class ScheduleSpec:
     """The iterations of the run, and what happens between them."""
@@ -249,8 +257,18 @@ class ScheduleSpec:
     save_every: int | None
     keep_checkpoints: int
     eval_every: int
+    stop_when: tuple[StopCondition, ...]
     correct_reward: float
     num_samples_kept: int | None  # groups of an iteration in samples.jsonl; None: all
+
+    @property
+    def best_metric(self) -> BestMetric:
+        """The metric whose best checkpoint is kept: the first of an evaluation that a condition
+        waits for, else the accuracy. (Other metrics are those of the policy before the update.)"""
+        for condition in self.stop_when:
+            if condition.is_patience and condition.is_of_evaluation:
+                return BestMetric(condition.metric, is_highest=condition.is_rise)
+        return BestMetric("eval/accuracy", is_highest=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,16 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from easyrl.config.section import EACH_ONCE, MAY_CHANGE, Section
+from easyrl.config.section import AS_LIST, EACH_ONCE, MAY_CHANGE, Section
+from easyrl.config.stopping import parse_condition
+
+
+def _check_conditions(texts: list[str] | None) -> list[str] | None:
+    for text in texts or ():
+        parse_condition(text)
+    return texts
 
 
 class TrainConfig(Section):
@@ -52,3 +59,9 @@ class TrainConfig(Section):
     eval_every: Annotated[int, MAY_CHANGE] = Field(default=0, ge=0)
     """Iterations between evaluations on held-out problems (`eval.dataset`, `data.num_held_out`),
     whose best checkpoint is kept as checkpoints/best. 0: before the first and after the last."""
+    stop_when: Annotated[
+        list[str] | None, AS_LIST, EACH_ONCE, AfterValidator(_check_conditions), MAY_CHANGE
+    ] = Field(default=None, min_length=1)
+    """Condition on a metric, or a list of them of which one is enough, that ends the run as
+    `easyrl stop` does: `eval/accuracy without a rise for 5` (values of it; `a rise of 0.01`: a
+    smaller one does not count; also `a fall`), `reward >= 0.9`, `kl > 1 for 3` (in a row)."""

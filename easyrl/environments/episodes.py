@@ -29,10 +29,11 @@ from easyrl.environments.host import Acted, Key
 from easyrl.environments.host_pool import FAILURES, HostLost
 from easyrl.environments.pool import EnvironmentPool, name_of, row_of
 from easyrl.environments.tool_calls.calls import UNKNOWN, Calls, ToolCall
+from easyrl.events import FailedCall
 from easyrl.model.prompt_renderer import PromptRenderer
 from easyrl.rewards.functions import GroupLost, RewardError
 from easyrl.rewards.worker import Call
-from easyrl.types import Completion, Messages, Prompt, PromptMedia
+from easyrl.types import Completion, Messages, Prompt, PromptMedia, as_text
 
 EndReason = Literal["answer", "done", "max_turns", "length", "time", "error"]
 
@@ -173,7 +174,7 @@ class EnvironmentEpisodes(Episodes):
             for ids in prompts:
                 self._check_no_picture(ids[num_common:], "an observation")
         except (*FAILURES, ValueError) as error:
-            self._break(group, error)
+            self._break(key, error)
             self._failed.append(self._failed_group(key, len(resets)))
             return
         common = prompts[0][:num_common]
@@ -276,7 +277,7 @@ class EnvironmentEpisodes(Episodes):
             # In deterministic runs the result must not depend on time.
             is_slow = isinstance(error, TimeoutError) and not self._is_deterministic
             if not is_slow:
-                self._break(group, error)
+                self._break(turn.key, error, episode)
                 self._end(turn, episode, "error")
                 return
             if self._interfaces[group.environment].is_game:
@@ -324,15 +325,23 @@ class EnvironmentEpisodes(Episodes):
         episode.ended_by = reason
         self._engine.end(turn, "length" if reason == "length" else "stop")
 
-    def _break(self, group: _Group, error: Exception) -> None:
+    def _break(self, key: Key, error: Exception, episode: _Episode | None = None) -> None:
         """Give a group up; raise RewardError if that is to end the run (`reward.on_error`)."""
+        group = self._groups[key]
         is_slow = isinstance(error, TimeoutError) and not self._is_deterministic
         is_lost = is_slow or isinstance(error, GroupLost)
         text = f"rollout.environment: {error}"
         group.error = GroupLost(text) if is_lost else HostLost(text)
         if self._spec.rewards.options.on_error == "stop" and not is_lost:
-            prompt = f"{group.prompt.content!r:.200}"
-            raise RewardError(f"{group.error}\nfor the prompt {prompt}")
+            raise RewardError(
+                FailedCall(
+                    str(group.error),
+                    prompt=as_text(group.prompt.content),
+                    completion=None if episode is None else as_text(episode.messages),
+                    row=group.prompt.references(),
+                ),
+                key,
+            )
 
     # -- finished groups --------------------------------------------------------------------------
 

@@ -54,7 +54,14 @@ from easyrl.runtime.metrics import no_program_warning
 from easyrl.runtime.placement import Placement, describe, place_evaluation
 from easyrl.runtime.resolve import resolve, with_eval_data, with_long_problems
 from easyrl.runtime.resume import with_absolute_paths
-from easyrl.runtime.run_folder import finite, folder_of, keep_pictures, picture_names, sample_values
+from easyrl.runtime.run_folder import (
+    REWARD_ERRORS,
+    finite,
+    folder_of,
+    keep_pictures,
+    picture_names,
+    sample_values,
+)
 from easyrl.types import Prompt
 
 NO_LORA = LoraConfig()  # an adapter is merged into the evaluated model
@@ -215,6 +222,8 @@ def evaluate(
                 is_users = failure.is_user_error
                 exit_code = supervisor.USER_ERROR if is_users else supervisor.FAILED
                 message = str(failure)
+                if isinstance(failure, supervisor.RewardFailure):
+                    message += f"\n{supervisor.ABOUT_ON_ERROR}: {path / REWARD_ERRORS}"
             except OSError as error:  # a full disk
                 exit_code = supervisor.FAILED
                 message = str(error)
@@ -306,7 +315,7 @@ def answers_of_workers(
             watching,
             launcher,
             log_of=lambda worker: folder.path / "logs" / f"{worker}.log",
-            notify=view.observe,
+            notify=events.combine_observers([folder.observe, view.observe]),
         )
         fleet.wait_until_ready()
         began = time.monotonic()

@@ -3,6 +3,7 @@
 config.yaml     the config, for --config
 settings.json   the settings that must not change once a problem is answered
 samples.jsonl   a line per completion, the lines of a problem together
+reward_errors.jsonl  reward calls that failed           (only if there are any)
 logs/           the workers' output
 .model-*/       the model that a checkpoint or an adapter is converted into, until the end
 eval.json       the results, written last
@@ -15,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from easyrl import events
 from easyrl.config import ConfigError
 from easyrl.evaluation.figures import Answers, Lines
 from easyrl.runtime import run_folder
@@ -96,6 +98,18 @@ class EvalFolder:
         with (self.path / SAMPLES).open("ab") as file:
             file.write(_as_text(lines).encode())
         self.answers[problem] = lines
+
+    def observe(self, event: events.Event) -> None:
+        """Write the reward calls that failed to reward_errors.jsonl."""
+        match event:
+            case events.FromWorker(event=events.PromptEvaluated(prompt_index=prompt) as evaluated):
+                run_folder.append_errors(self._append_line, evaluated.errors, None, prompt)
+            case events.FromWorker(event=events.RewardFailed(call, _, prompt)):
+                run_folder.append_errors(self._append_line, [call], None, prompt)
+
+    def _append_line(self, name: str, line: Mapping[str, Any]) -> None:
+        with (self.path / name).open("ab") as file:
+            file.write(_as_text([run_folder.finite(line)]).encode())
 
     def write_results(self, results: Mapping[str, Any]) -> None:
         text = json.dumps(run_folder.finite(results), indent=2, allow_nan=False)

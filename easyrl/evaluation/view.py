@@ -51,7 +51,9 @@ class EvalView:
             case events.FromWorker(_, _, events.Starting(what)):
                 say_once(self._shown, what, what)
             case events.FromWorker(event=events.PromptEvaluated(errors=[message, *_])):
-                about = "the evaluation continues (reward.on_error)"
+                about = (
+                    "the evaluation continues (reward.on_error); all errors: reward_errors.jsonl"
+                )
                 say_once(self._shown, "errors", f"{message}\n{about}")
             case events.Note(text) if text:
                 say(safe(text))

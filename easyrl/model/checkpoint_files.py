@@ -154,6 +154,14 @@ def name_best(folder: Path, version: int) -> None:
             new.replace(folder / BEST)
 
 
+def best_checkpoint(folder: Path) -> Path | None:
+    """Return the checkpoint that `folder`/best is a link to, if there is one."""
+    link = folder / BEST
+    if not link.is_symlink() or not link.is_dir():
+        return None
+    return folder / link.readlink()
+
+
 def discard_unfinished(folder: Path) -> None:
     """Remove the checkpoints and models that a killed run has left in its folders."""
     for path in folder.glob(f"*{UNFINISHED}"):

@@ -5,7 +5,7 @@ Weights have checkpoint names. `--model` of an evaluation may name:
     built-in, folder, hub id   unchanged
     run folder                 its model/; for an unfinished run its newest checkpoint
     checkpoint                 exported     (`export_checkpoint`)
-    adapter (peft's)           merged into the model that it was trained on
+    adapter (peft's)           merged into the model that it was trained on, or trained further
 
 Finding a model imports no torch; making one does.
 """
@@ -23,17 +23,23 @@ from secrets import token_hex
 from typing import Any, Literal
 
 from easyrl.config import Config, ConfigError, load_config
-from easyrl.config.model import DType
+from easyrl.config.model import DType, LoraConfig
 from easyrl.config.spec import ModelSpec
 from easyrl.data.hub import BUILT_IN_MODELS, KEY, loadable_model, resolve_model
 from easyrl.formatting import install_command
 from easyrl.model import files
+from easyrl.model.adapter_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    copy_adapter,
+    read_adapter,
+)
 from easyrl.model.checkpoint_files import STATE, UNFINISHED, Checkpoint, find_checkpoint
 
 TRUST = "model.trust_remote_code"  # never taken from the files of a run, which may be another's
 ADAPTER = "adapter"  # name of the adapter's folder beside a LoRA run's `model/`
-ADAPTER_CONFIG = "adapter_config.json"
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
+MERGED = "merged_adapter"
+"""Folder, in a model that was made of an adapter, with that adapter."""
 
 
 class DiskError(ConfigError):
@@ -131,23 +137,30 @@ def export_checkpoint(
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    kind: Literal["model", "checkpoint", "adapter"]
+    kind: Literal["model", "checkpoint", "adapter", "continued"]
+    """`adapter`: it is merged; `continued`: the run trains it further."""
     path: str  # the folder or hub id
     base: str  # the model with its configuration: itself, or the one it was trained from
     tokenizer: str = ""  # an adapter's folder, if it has a tokenizer of its own
+    reason_for_new: str = ""  # why a run with LoRA merges an adapter, and trains a new one
 
-    def describe(self, *, has_new_adapter: bool) -> str:
-        """Say what becomes of an adapter that a run starts from; "" for other models.
-        `has_new_adapter`: the run trains with LoRA."""
+    def describe(self, lora: LoraConfig) -> str:
+        """Say what becomes of an adapter that a run with these settings starts from; "" for other
+        models."""
+        if self.kind == "continued":
+            return f"the adapter {self.path} of {self.base} is trained further"
         if self.kind != "adapter":
             return ""
         text = f"the adapter {self.path} is merged into its base, {self.base}"
-        if has_new_adapter:
-            return (
-                f"{text}; a new adapter is trained on the merged model, and fits only that "
-                "(RUN/inputs)"
-            )
-        return f"{text}, and the merged model is trained"
+        adapter = read_adapter(Path(self.path))
+        if lora.rank is None:
+            further = f"to train it further: model.lora.rank={adapter.rank}"
+            return f"{text}, and all weights of the merged model are trained ({further})"
+        text += f", and a new one of rank {lora.rank} is trained on that: {self.reason_for_new}"
+        if adapter.other_kind:
+            return f"{text}; the new one fits only the merged model (RUN/inputs)"
+        rank = adapter.largest_rank + lora.rank
+        return f"{text}; RUN/adapter will have both, with rank {rank}, for the base"
 
     def identity(self) -> str:
         """Return an identity of the content, which changes if the files change."""
@@ -162,17 +175,21 @@ class ModelSource:
         weights = STATE if self.kind == "checkpoint" else ADAPTER_WEIGHTS
         digest.update((folder / weights).read_bytes())
         digest.update(files.tokenizer_content(folder))
-        if self.kind == "adapter":  # its factor; the base counts by its content
+        if self.kind in ("adapter", "continued"):  # its factor; the base counts by its content
             settings = json.loads((folder / ADAPTER_CONFIG).read_text())
             settings["base_model_name_or_path"] = ""
             digest.update(json.dumps(settings).encode())
         return digest.hexdigest()
 
     def make(self, folder: Path, *, trust: bool = False) -> str:
-        """Return a complete model's path, made in `folder` if necessary. Raises ConfigError."""
+        """Return a complete model's path, made in `folder` if necessary; of an adapter that is
+        trained further, a copy of it. Raises ConfigError."""
         if self.kind == "model":
             return self.path
-        if self.kind == "adapter" and not folder.exists():
+        if self.kind == "continued":
+            if not folder.exists():
+                copy_adapter(Path(self.path), folder)
+        elif self.kind == "adapter" and not folder.exists():
             self._merge(folder)
         elif not folder.exists():
             # It is verified already.
@@ -182,7 +199,7 @@ class ModelSource:
     def made_bytes(self, num_weights: int, num_kept_bytes: int) -> int:
         """Return the size of the weights that `make` writes, of a model with so many elements that
         are loaded and so many bytes that are kept."""
-        if self.kind == "model":
+        if self.kind in ("model", "continued"):
             return 0
         run = run_of(self.path) if self.kind == "checkpoint" else None
         is_lora = run is not None and run.model.lora.rank is not None
@@ -209,6 +226,7 @@ class ModelSource:
             tokenizer.save_pretrained(new)
             if kept is not None:
                 kept.write(new)
+            copy_adapter(Path(self.path), new / MERGED)
 
     def _load_base(self) -> Any:
         """Load the base model. Raises an error of any type."""

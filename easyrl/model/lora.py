@@ -18,21 +18,35 @@ whose names peft takes as they are.
 """
 
 import copy
+import json
+import math
+import re
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from easyrl.config import ConfigError
 from easyrl.config.model import LoraConfig
 from easyrl.data.hub import resolve_model
 from easyrl.formatting import require
+from easyrl.model.adapter_files import (
+    A_SUFFIX,
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    B_SUFFIX,
+    KEY,
+    PREFIX,
+    AdapterFiles,
+    read_adapter,
+)
 from easyrl.model.pictures import frozen_tower, tower_parameters
 from easyrl.model.sharding import whole
 from easyrl.types import Weight, WeightPiece
@@ -137,9 +151,19 @@ class Adapter:
                 layer.lora_A[ADAPTER_NAME].reset_parameters()
                 layer.lora_B[ADAPTER_NAME].reset_parameters()
                 layer.reset_lora_parameters(ADAPTER_NAME, True)
+        if lora.adapter is not None:
+            self._load(Path(lora.adapter))
         self._peft.peft_config[ADAPTER_NAME].base_model_name_or_path = resolve_model(path)
         self._peft.eval()
         assert all(isinstance(layer, peft.tuners.lora.Linear) for layer in self._layers.values())
+
+    @torch.no_grad()
+    def _load(self, folder: Path) -> None:
+        """Take the values of a saved adapter of the same layers and rank."""
+        saved = load_file(folder / ADAPTER_WEIGHTS)
+        for name, layer in self._layers.items():
+            for suffix, part in ((A_SUFFIX, layer.lora_A), (B_SUFFIX, layer.lora_B)):
+                part[ADAPTER_NAME].weight.copy_(saved[f"{PREFIX}{name}{suffix}"])
 
     def weights(self, named: Iterable[tuple[str, Tensor]], *, merge: bool = True) -> list[Weight]:
         """Turn the module's parameters into the weights of the model without adapters. Adapted ones
@@ -179,6 +203,50 @@ class Adapter:
                 state[name] = whole(weight).cpu()
         if is_writer:  # with embedding layers peft would query the hub
             self._peft.save_pretrained(folder, state_dict=state, save_embedding_layers=False)
+
+
+def combine(folder: Path, earlier: AdapterFiles) -> None:
+    """Rewrite the adapter saved in `folder`, which was trained on a base with another one merged,
+    as one for that adapter's own base: [A1; A2] and [f1 B1, f2 B2], where f is alpha / rank. Ranks
+    are the sum of the largest ones; layers without an adapter have zeros."""
+    later = read_adapter(folder)
+    total_rank = earlier.largest_rank + later.largest_rank
+    combined: dict[str, Tensor] = {}
+    start = 0  # of the adapter's rows of A and columns of B
+    for adapter in (earlier, later):
+        saved = load_file(adapter.folder / ADAPTER_WEIGHTS)
+        for name, shape in adapter.layers.items():
+            a_name = f"{PREFIX}{name}{A_SUFFIX}"
+            b_name = f"{PREFIX}{name}{B_SUFFIX}"
+            if a_name not in combined:
+                combined[a_name] = torch.zeros(total_rank, shape.columns)
+                combined[b_name] = torch.zeros(shape.rows, total_rank)
+            stop = start + shape.rank
+            combined[a_name][start:stop] = saved[a_name]
+            combined[b_name][:, start:stop] = _factor(adapter, name) * saved[b_name].float()
+        start += adapter.largest_rank
+    layers = sorted({*earlier.layers, *later.layers})
+    config = {
+        **later.config,
+        "base_model_name_or_path": resolve_model(str(earlier.base)),
+        "r": total_rank,
+        "lora_alpha": total_rank,  # so that the factor is 1
+        "target_modules": layers,
+    }
+    save_file(combined, folder / ADAPTER_WEIGHTS, {"format": "pt"})
+    text = json.dumps(config, indent=2, sort_keys=True)
+    (folder / ADAPTER_CONFIG).write_text(f"{text}\n", encoding="utf-8")
+
+
+def _factor(adapter: AdapterFiles, layer: str) -> float:
+    """Return what the output of a layer's adapter is multiplied by, as peft computes it."""
+    alpha = adapter.config["lora_alpha"]
+    for pattern, value in (adapter.config.get("alpha_pattern") or {}).items():
+        if re.fullmatch(rf"(.*\.)?({pattern})", layer):
+            alpha = value
+            break
+    rank = adapter.layers[layer].rank
+    return float(alpha / math.sqrt(rank) if adapter.config.get("use_rslora") else alpha / rank)
 
 
 def _add_adapters(model: Any, lora: LoraConfig, path: str) -> Any:
@@ -286,6 +354,8 @@ def _merged(layer: Any) -> Tensor:
 
 
 class _Selection(NamedTuple):
+    """Which layers are adapted."""
+
     targets: list[str]  # names of the layers to adapt, in the model's order
     not_adapted: dict[str, _NotAdapted]  # by name: linear layers that cannot be
 
@@ -293,7 +363,12 @@ class _Selection(NamedTuple):
 def _select(model: Any, lora: LoraConfig, path: str) -> _Selection:
     """Select the layers to adapt. Raises ConfigError for a target without layers."""
     not_adapted = _not_adapted(model)
-    layers = [name for name in _linear_layers(model) if name not in not_adapted]
+    linear = _linear_layers(model)
+    layers = [name for name in linear if name not in not_adapted]
+    if lora.adapter is not None:
+        adapter = read_adapter(Path(lora.adapter))
+        _check_layers(adapter, linear, layers, path)
+        return _Selection([name for name in layers if name in adapter.layers], not_adapted)
     if lora.target_modules is None:
         return _Selection(layers, not_adapted)
     chosen = set[str]()
@@ -311,6 +386,29 @@ def _select(model: Any, lora: LoraConfig, path: str) -> _Selection:
             )
         chosen |= meant
     return _Selection([name for name in layers if name in chosen], not_adapted)
+
+
+def _check_layers(
+    adapter: AdapterFiles, linear: Mapping[str, Any], layers: Collection[str], path: str
+) -> None:
+    """Raise ConfigError unless the layers of an adapter are layers of the model that can be
+    adapted, with the same sizes."""
+    for name, shape in adapter.layers.items():
+        expected = (
+            f"{KEY}: expected an adapter of {path}, got '{adapter.folder}', whose layer {name}"
+        )
+        if name not in linear:
+            raise ConfigError(f"{expected} it does not have")
+        if name not in layers:
+            raise ConfigError(f"{expected} cannot be adapted there")
+        rows, columns = linear[name].weight.shape
+        if not isinstance(linear[name], nn.Linear):  # Conv1D has the transposed matrix
+            rows, columns = columns, rows
+        if (shape.rows, shape.columns) != (rows, columns):
+            raise ConfigError(
+                f"{expected} has {shape.rows} x {shape.columns} weights, and there {rows} x "
+                f"{columns}"
+            )
 
 
 def _is_meant(name: str, target: str) -> bool:

@@ -5,9 +5,10 @@
     MicroBatch ──────┼─ old policy's weights (no gradient) ─► old_logprobs
                      └─ the policy's own ──────────────────► logprobs, entropy
 
-A micro-batch is moved and packed once. Only the old policy's trained weights are kept, and with
-LoRA the reference is the policy without its adapters. The policy runs last, so that its activations
-do not exist while the others run, and its weights are in place when backward recomputes.
+A micro-batch is moved and packed once. Only the old policy's trained weights are kept, and with a
+new LoRA adapter the reference is the policy without it. The policy runs last, so that its
+activations do not exist while the others run, and its weights are in place when backward
+recomputes.
 
 Shapes: T tokens of the packed row, K completion tokens in it.
 """
@@ -82,9 +83,9 @@ class TriModel:
             self.old = OtherWeights(policy, offload="old" in kept_on_host)
         self._reference: OtherWeights | Adapter | None = None
         if spec.loss.beta > 0.0:
-            # With LoRA it is the policy without its adapters.
+            # With new adapters it is the policy without them.
             self._reference = policy.adapter
-            if policy.adapter is None:
+            if policy.adapter is None or spec.model.lora.adapter is not None:
                 self._reference = OtherWeights(policy, offload="reference" in kept_on_host)
 
     def logprobs(self, batch: MicroBatch, *, policy_is_old: bool) -> TokenScores:

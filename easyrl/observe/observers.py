@@ -9,6 +9,7 @@ from rich.console import Console
 from easyrl import events
 from easyrl.events import Event, Note, Observer
 from easyrl.observe.lines import PlainLines
+from easyrl.observe.model_card import AdapterCard
 from easyrl.observe.text import is_live_terminal
 from easyrl.observe.trace import TraceWriter
 from easyrl.observe.trackers import Trackers
@@ -16,12 +17,13 @@ from easyrl.observe.view import LiveView, NotebookView
 
 
 def make_observers(tracked_by: Sequence[str] = (), *, live: bool = True) -> list[Observer]:
-    """Return trackers (`output.log_to`), the trace, and the live view, or plain lines if standard
-    output is neither a terminal nor a notebook."""
+    """Return trackers (`output.log_to`), the trace, the writer of an adapter's card, and the live
+    view, or plain lines if standard output is neither a terminal nor a notebook."""
     observers: list[Observer] = []
     if tracked_by:
         observers.append(Trackers())
     observers.append(Guard("trace.json", TraceWriter()))
+    observers.append(Guard("the adapter's card", AdapterCard()))
     views: list[Observer] = [PlainLines()]
     if live and is_live_terminal():
         views.insert(0, LiveView())

@@ -191,7 +191,7 @@ class RunState:
                 if not event.is_rejected:
                     self.num_groups += 1
                 if event.errors:
-                    self.note = event.errors[-1].splitlines()[0]
+                    self.note = str(event.errors[-1]).splitlines()[0]
                 if event.shown is not None:
                     without_texts = replace(event, samples=())
                     self.sampled = [without_texts, *self.sampled][:GROUPS_SHOWN]

@@ -9,7 +9,7 @@ the settings (`builtin.BUILT_IN`); they are positional-only so that a column may
 import ast
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from fractions import Fraction
 from operator import add, mul, sub, truediv
@@ -17,6 +17,7 @@ from typing import Any
 
 from easyrl.data.reasoning_gym import is_never_right, library_data
 from easyrl.data.values import answers_of, is_missing
+from easyrl.events import FailedCall
 from easyrl.types import Messages, text_of
 
 RewardFunction = Callable[..., Any]
@@ -33,7 +34,12 @@ OPERATIONS = {ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.Div: truediv}
 
 
 class RewardError(RuntimeError):
-    """A reward function failed; the message has its name, its traceback and the prompt."""
+    """A reward call failed, and `reward.on_error` is `stop`. `key`: of its group, if it has one."""
+
+    def __init__(self, call: FailedCall, key: Hashable = None) -> None:
+        super().__init__(str(call))
+        self.call = call
+        self.key = key
 
 
 class GroupLost(RuntimeError):

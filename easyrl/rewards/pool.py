@@ -3,7 +3,7 @@
     rollout worker                              reward processes (reward.num_workers)
       submit(key, group) ──── pebble pool ────►  f(prompts, completions, completion_ids, **columns)
       fileno() readable  ◄────── eventfd ──────  scores, or errors
-      finished()  ──► [(key, Scored(scores, errors, ...))]
+      finished()  ──► [(key, ScoredGroup(scores, errors, ...))]
 
 A group is one call for the user's functions and the cheap built-in ones, one for `judge`, one for
 the reward models, and one per completion for `code`, `math` and `reasoning_gym`. Only `close`
@@ -23,24 +23,43 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from itertools import chain
 from multiprocessing import get_context
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from pebble import ProcessExpired, ProcessPool
 
 from easyrl.config import ConfigError
 from easyrl.config.spec import RewardSpec
+from easyrl.events import FailedCall
 from easyrl.processes import UNGUARDED_MESSAGE
 from easyrl.rewards import loading
 from easyrl.rewards.builtin import BUILT_IN
 from easyrl.rewards.functions import GroupLost, RewardError
-from easyrl.rewards.worker import Call, Scored, run_call, start, try_function
-from easyrl.types import Float32, Prompt
+from easyrl.rewards.worker import (
+    Call,
+    CallError,
+    Scored,
+    run_call,
+    scored_of,
+    start,
+    try_function,
+)
+from easyrl.types import Float32, Prompt, as_text, short_columns
 
 POLL_SECONDS = 1.0
 CHECK_SECONDS = 10.0  # longest check of a function, with the time that its file takes to load
 PROCESS_BYTES = 76 * 2**20  # of a process of functions: Python and math-verify, measured on Linux
 MAX_RESTARTS = 3  # pools that may break one after the other without scoring a group
+
+
+class ScoredGroup(NamedTuple):
+    """Results of all calls of a group of G completions."""
+
+    scores: list[list[float | None]]
+    """[functions][G]; 0 for a failed call. Empty if skipped (`reward.on_error=skip_group`)."""
+    errors: Sequence[FailedCall]
+    metrics: dict[str, float]  # from log_metric
+    columns: dict[str, list[Any]]  # from log_extra, [G] each
 
 
 @dataclass(slots=True, eq=False)
@@ -134,7 +153,7 @@ class RewardPool:
                 add_task([function], slice(index, index + 1))
         self._groups[key] = tasks
 
-    def finished(self) -> list[tuple[Hashable, Scored]]:
+    def finished(self) -> list[tuple[Hashable, ScoredGroup]]:
         """Return the groups scored since the last call, without waiting. Raises RewardError where a
         function failed and `reward.on_error` is `stop`."""
         with contextlib.suppress(BlockingIOError):
@@ -152,7 +171,7 @@ class RewardPool:
         scored = []
         for key in finished_keys:
             tasks = self._groups.pop(key)
-            scored.append((key, self._collect(tasks)))
+            scored.append((key, self._collect(key, tasks)))
         return scored
 
     @property
@@ -191,7 +210,8 @@ class RewardPool:
     def _restart(self) -> None:
         self._num_restarts += 1
         if self._num_restarts > MAX_RESTARTS:
-            raise RewardError(f"the reward processes ended {self._num_restarts} times")
+            ended = f"the reward processes ended {self._num_restarts} times"
+            raise RewardError(FailedCall(ended))
         self._report("the reward processes were lost; new ones start, and repeat their calls")
         _end_pools(self._pools)
         self._start_pools()
@@ -223,49 +243,53 @@ class RewardPool:
         with contextlib.suppress(OSError):  # closed, so nobody waits
             os.eventfd_write(self._wake_fd, 1)
 
-    def _collect(self, tasks: Sequence[_Task]) -> Scored:
+    def _collect(self, key: Hashable, tasks: Sequence[_Task]) -> ScoredGroup:
         """Join the results of a group's calls. Raises RewardError, see `finished`."""
+        on_error = self._rewards.options.on_error
         num_completions = max(task.completions.stop for task in tasks)
         all_scores: list[list[float | None]] = []
         for _ in self._rewards.names:
             all_scores.append([0.0] * num_completions)
-        group = Scored(all_scores, [], {}, {})
+        group = ScoredGroup(all_scores, [], {}, {})
+        failed: dict[str, FailedCall] = {}  # by the text of the error
         for task in tasks:
             result = self._result_of(task)
             if result.scores:  # else the call did not return: its scores stay 0
                 for function, scores in zip(task.call.functions, result.scores, strict=True):
                     all_scores[function][task.completions] = scores
-            group.errors.extend(result.errors)
+            for error in result.errors:
+                failed.setdefault(error.text, _failed_call(task, error))
             group.metrics.update(result.metrics)
             group.columns.update(result.columns)
-        self._replace_missing(group, num_completions)
-        if not group.errors:
-            return group
-        prompt = f"for the prompt {tasks[0].call.prompt!r:.200}"
-        errors = [f"{error}\n{prompt}" for error in dict.fromkeys(group.errors)]
-        on_error = self._rewards.options.on_error
-        if on_error == "stop":
-            raise RewardError(errors[0])
-        if on_error == "skip_group":
-            return group._replace(scores=[], errors=errors)
-        return group._replace(errors=errors)
+        self._replace_missing(group, tasks, failed)
+        if failed and on_error == "stop":
+            first, *_ = failed.values()
+            raise RewardError(first, key)
+        if failed and on_error == "skip_group":
+            group = group._replace(scores=[])
+        return group._replace(errors=[*failed.values()])
 
-    def _replace_missing(self, group: Scored, num_completions: int) -> None:
-        """Score 0 where no function has a score, with an error."""
-        for index in range(num_completions):
+    def _replace_missing(
+        self, group: ScoredGroup, tasks: Sequence[_Task], failed: dict[str, FailedCall]
+    ) -> None:
+        """Score 0 where no function has a score, and add the error to `failed`."""
+        for index in range(len(group.scores[0])):
             if any(scores[index] is not None for scores in group.scores):
                 continue
             group.scores[0][index] = 0.0
             names = ", ".join(self._rewards.names)
-            group.errors.append(
-                f"reward ({names}): every function returned None for completion {index}: "
+            text = (
+                f"reward ({names}): every function returned None for completion {index + 1}: "
                 "does the row lack an answer? (reward.on_error=zero takes 0)"
             )
+            [task, *_] = (task for task in tasks if _has_completion(task, index))
+            error = CallError(text, index - task.completions.start)
+            failed[text] = _failed_call(task, error)
 
     def _result_of(self, task: _Task) -> Scored:
         match task.future.exception():
             case None:
-                return Scored(*task.future.result())
+                return scored_of(*task.future.result())
             case TimeoutError():
                 limit = self._rewards.timeout_seconds
                 problem = f"took longer than {limit:g} s (reward.timeout_seconds)"
@@ -281,7 +305,24 @@ class RewardPool:
             case error:  # a function cannot be loaded, or a result cannot be pickled
                 problem = f"failed: {error}"
         names = ", ".join(self._rewards.names[index] for index in task.call.functions)
-        return Scored([], [f"reward ({names}) {problem}"], {}, {})
+        return Scored([], [CallError(f"reward ({names}) {problem}")], {}, {})
+
+
+def _has_completion(task: _Task, index: int) -> bool:
+    start: int = task.completions.start
+    stop: int = task.completions.stop
+    return start <= index < stop
+
+
+def _failed_call(task: _Task, error: CallError) -> FailedCall:
+    """Describe an error with what the call was given."""
+    call = task.call
+    return FailedCall(
+        error.text,
+        prompt=as_text(call.prompt),
+        completion=as_text(call.completions[error.completion or 0]),
+        row=short_columns(call.columns),
+    )
 
 
 def try_rewards(rewards: RewardSpec, example: Prompt | None) -> list[str]:

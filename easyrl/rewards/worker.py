@@ -17,6 +17,7 @@ import reprlib
 import resource
 import signal
 import sys
+import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence, Set
 from contextvars import ContextVar
 from dataclasses import replace
@@ -54,6 +55,9 @@ WRONG_FORM = (TypeError, AttributeError, LookupError)
 PROCESS_NAME = "easyrl-reward"
 TAKES_FILES = "takes_picture_files"
 """Attribute of a built-in function that gets pictures as files, and not as images."""
+SEARCH_SECONDS = 0.5
+"""A call that fails sooner is repeated with each completion alone, for at most this long, to find
+the one that it fails on."""
 
 
 class TrainerState(NamedTuple):
@@ -72,12 +76,19 @@ class Call(NamedTuple):
     functions: Sequence[int] = ()  # indices into reward.functions
 
 
+class CallError(NamedTuple):
+    """Why a function's scores of a call are missing."""
+
+    text: str  # what failed, and the function's traceback
+    completion: int | None = None  # index of one that it fails on; None: unknown
+
+
 class Scored(NamedTuple):
-    """Results of a call, or of all calls of a group."""
+    """Results of a call."""
 
     scores: list[list[float | None]]
-    """[functions][N]; 0 for a failed call. Empty if skipped (`reward.on_error=skip_group`)."""
-    errors: list[str]
+    """[functions][N]; 0 for a failed call. Empty if the call did not return."""
+    errors: list[CallError]
     metrics: dict[str, float]  # from log_metric
     columns: dict[str, list[Any]]  # from log_extra, [N] each
 
@@ -205,26 +216,60 @@ def run_call(call: Call, environments: Sequence[Any] = (), run_async: Await = _l
     services: dict[str, Any] = {"log_extra": log.log_extra, "log_metric": log.log_metric}
     if environments:
         services["environments"] = environments
+    started = time.monotonic()
     all_returned = _call_all(call, services, run_async)
+    is_fast = time.monotonic() - started < SEARCH_SECONDS
     all_scores: list[list[float | None]] = []
-    errors: list[str] = []
+    errors: list[CallError] = []
     for index, returned in zip(call.functions, all_returned, strict=True):
         try:
             scores = _as_scores(returned, num_completions)
         except BaseException as error:  # SystemExit too: the process belongs to the rewards
             scores = [0.0] * num_completions
-            errors.append(_describe_failure(index, error))
+            failing = None
+            if is_fast and not environments and not isinstance(error, (MemoryError, OSError)):
+                failing = _find_failing(call._replace(functions=[index]), run_async)
+            errors.append(_describe_failure(index, error, failing, num_completions))
         all_scores.append(scores)
     result = Scored(all_scores, errors, log.means(), log.columns)
-    return Scored(*json.loads(json.dumps(result)))  # the caller unpickles nothing of a user's
+    return scored_of(*json.loads(json.dumps(result)))  # the caller unpickles nothing of a user's
 
 
-def _describe_failure(index: int, error: BaseException) -> str:
+def scored_of(scores: Any, errors: Any, metrics: Any, columns: Any) -> Scored:
+    """Return a result that was sent as JSON, in which tuples are lists."""
+    return Scored(scores, [CallError(*error) for error in errors], metrics, columns)
+
+
+def _find_failing(call: Call, run_async: Await) -> int | None:
+    """Find a completion on which the function of a failed call fails alone, for an error message.
+    The search ends after SEARCH_SECONDS."""
+    deadline = time.monotonic() + SEARCH_SECONDS
+    services = {"log_extra": _log_nothing, "log_metric": _log_nothing}
+    for index in range(len(call.completions)):
+        alone = call._replace(
+            completions=call.completions[index : index + 1],
+            completion_ids=call.completion_ids[index : index + 1],
+        )
+        (returned,) = _call_all(alone, services, run_async)
+        if isinstance(returned, BaseException):
+            return index
+        if time.monotonic() > deadline:
+            break
+    return None
+
+
+def _describe_failure(
+    index: int, error: BaseException, failing: int | None, num_completions: int
+) -> CallError:
     name = _rewards.names[index]
+    where = ""
+    if failing is not None and num_completions > 1:
+        where = f" on completion {failing + 1} of {num_completions}"
     limit = ""
     if isinstance(error, MemoryError):
         limit = f"\n(reward.memory_limit_gib is {_rewards.options.memory_limit_gib})"
-    return f"reward '{name}' failed:\n{user_traceback(error)}{limit}"
+    text = f"reward '{name}' failed{where}:\n{user_traceback(error)}{limit}"
+    return CallError(text, failing)
 
 
 def try_function(spec: str, example: Prompt | None) -> str:

@@ -35,9 +35,9 @@ At most one checkpoint is being written: if the next one is due meanwhile, the c
 before it sends anything else, as a train worker that waited for its writer would keep the rollout
 workers waiting for weights.
 
-A signal stops the run at the end of the last complete iteration. If that has no checkpoint yet,
-`Halt` makes the train worker drop the current iteration, and the checkpoint is written. A second
-signal ends the run at once.
+A signal, or a reward call that fails (`reward.on_error=stop`), stops the run at the end of the last
+complete iteration. If that has no checkpoint yet, `Halt` makes the train worker drop the current
+iteration, and the checkpoint is written. A second signal ends the run at once.
 """
 
 import contextlib
@@ -45,14 +45,17 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from easyrl import events
 from easyrl.config import ConfigError
 from easyrl.config.devices import DeviceSet, count_devices
+from easyrl.model.checkpoint_files import BEST, best_checkpoint
 from easyrl.runtime import metrics
 from easyrl.runtime.balance import Balance
+from easyrl.runtime.callbacks import CallbackFailure, Callbacks
 from easyrl.runtime.control import serving
 from easyrl.runtime.fleet import Fleet
 from easyrl.runtime.launcher import Launcher
@@ -61,13 +64,17 @@ from easyrl.runtime.placement import check_scale, first_engines, numbered
 from easyrl.runtime.preflight import Preflight
 from easyrl.runtime.resume import Resume, SavedState
 from easyrl.runtime.run_folder import RunFolder, finite
-from easyrl.runtime.supervisor import Interrupted, Supervisor
+from easyrl.runtime.stopping import reason_to_stop
+from easyrl.runtime.supervisor import Interrupted, RewardFailure, Supervisor
 from easyrl.runtime.verdict import nothing_learned
 
 # Numbers of the evaluations: the one before the first iteration, the one after the last, and
 # AFTER + n after iteration n (from 1) in between.
 BEFORE = 0
 AFTER = 1
+EarlyEnd = Interrupted | RewardFailure | CallbackFailure
+EARLY_ENDS = (Interrupted, RewardFailure, CallbackFailure)
+"""What ends a run before its last iteration, with a checkpoint of the newest complete one."""
 
 
 @dataclass(eq=False)
@@ -80,6 +87,7 @@ class Controller:
     started: float  # when the command began, as `time.monotonic` counts
     notify: events.Observer
     resumed: Resume | None = None
+    callbacks: Callbacks = field(default_factory=Callbacks)
 
     def __post_init__(self) -> None:
         self.spec = self.checked.spec
@@ -97,7 +105,9 @@ class Controller:
         self._newest_checkpoint = before.policy_version
         """Version of the newest checkpoint that is written or being written."""
         self._is_writing = False  # a checkpoint
-        self._stopping: Interrupted | None = None  # the signal that is stopping the run
+        self._stopping: EarlyEnd | None = None  # what is ending the run
+        self._unreported: list[Path] = []
+        """Checkpoints that were written since the callbacks were called last."""
         self.balance = Balance(max_engines=self.spec.schedule.prompts_per_iteration)
         self._balanced = 0  # the balanced number of rollout workers an iteration ago
 
@@ -126,14 +136,17 @@ class Controller:
     def _run(self) -> dict[str, Any]:
         try:
             sha256 = self._train()
-        except Interrupted as interrupted:
+        except EARLY_ENDS as cause:
             self.fleet.ledger = None
-            if self._stopping is not interrupted:
-                self._begin_to_stop(interrupted)
+            if self._stopping is not cause:
+                self._begin_to_stop(cause)
             if self._newest_checkpoint != self.state.policy_version:
                 self._save_boundary()
             self._wait_for_checkpoint()
+            if not isinstance(cause, CallbackFailure):
+                self._report_checkpoints()
             raise
+        self._report_checkpoints()
         return self._summary(sha256)
 
     def _train(self) -> str:
@@ -148,12 +161,14 @@ class Controller:
                 error_before=before["eval/standard_error"],
                 held_out_reward_before=before["eval/reward"],
             )
+            self._stop_if(self.callbacks.evaluation({"iteration": 0, **before}))
         for iteration in range(self.state.num_iterations, self.spec.schedule.iterations):
             self._run_iteration(iteration)
             if self._is_checkpoint_due():
                 self._save_boundary()
         if held_out and not self._after:
             self._after = self._evaluate(AFTER)
+            self.callbacks.evaluation({"iteration": self.state.num_iterations, **self._after})
         sha256 = self._save_model()
         self._wait_for_checkpoint()
         return sha256
@@ -176,10 +191,16 @@ class Controller:
             "error_after": self._after.get("eval/standard_error"),
             "held_out_problems": self._after.get("eval/problems"),
             "held_out_reward_after": self._after.get("eval/reward"),
+            "checkpoint_best": self._best_path(),
             "wall_seconds": self._wall_seconds,
             "weights_sha256": weights_sha256,
             "worker_restarts": self.fleet.num_restarts.total(),
         }
+
+    def _best_path(self) -> str | None:
+        """Return the best checkpoint's path within the run folder."""
+        best = best_checkpoint(self.folder.checkpoints)
+        return None if best is None else str(best.relative_to(self.folder.path))
 
     @property
     def _wall_seconds(self) -> float:
@@ -256,19 +277,21 @@ class Controller:
         }
         self._finish_iteration(ledger, seconds)
         self._autoscale()
+        if self._stopping is None:
+            self._call_back()
         if self._stopping is not None:
             raise self._stopping
 
     def _wait_until_trained(self, ledger: Ledger) -> None:
-        """Handle events until all groups of the iteration are reported and trained. Raises
-        Interrupted if a signal ends the run without it."""
+        """Handle events until all groups of the iteration are reported and trained. Raises what
+        ends the run without it."""
         while ledger.trained is None or not ledger.is_complete:
             try:
                 event = self.fleet.next_event()
-            except Interrupted as interrupted:
+            except EARLY_ENDS as cause:
                 if self._newest_checkpoint == self.state.policy_version:
                     raise
-                self._begin_to_stop(interrupted)
+                self._begin_to_stop(cause)
                 self.fleet.rank0.send(events.Halt())
                 continue
             if isinstance(event, events.Halted) and self._stopping and ledger.trained is None:
@@ -346,7 +369,7 @@ class Controller:
         return measured
 
     def _evaluate_iteration(self) -> dict[str, float]:
-        """The metrics of an evaluation, if one is due. A signal skips it, and ends the run."""
+        """The metrics of an evaluation, if one is due. What ends the run meanwhile skips it."""
         number = self.state.num_iterations
         eval_every = self.spec.schedule.eval_every
         is_last = number == self.spec.schedule.iterations
@@ -355,8 +378,8 @@ class Controller:
             return {}
         try:
             measured = self._evaluate(AFTER if is_last else AFTER + number)
-        except Interrupted as interrupted:
-            self._begin_to_stop(interrupted)
+        except EARLY_ENDS as cause:
+            self._begin_to_stop(cause)
             return {}
         if is_last:
             self._after = measured
@@ -372,13 +395,55 @@ class Controller:
 
     # -- checkpoints, and stopping ----------------------------------------------------------------
 
+    def _call_back(self) -> None:
+        """Call the callbacks after an iteration, and end the run if one of them, or
+        `train.stop_when`, says so. After the last iteration it finishes in any case."""
+        line = self._lines[-1]
+        is_last = self.state.num_iterations == self.spec.schedule.iterations
+        stopped_by = [self._report_checkpoints()]
+        if line.get("eval/accuracy") is not None:
+            evaluated = {name: value for name, value in line.items() if name.startswith("eval/")}
+            evaluated["iteration"] = line["iteration"]
+            stopped_by.append(self.callbacks.evaluation(evaluated))
+        stopped_by.append(self.callbacks.iteration(line))
+        stopped_by.append(reason_to_stop(self.spec.schedule.stop_when, self._lines) or "")
+        if not is_last:
+            for reason in stopped_by:
+                self._stop_if(reason)
+
+    def _report_checkpoints(self) -> str:
+        """Call the callbacks for the checkpoints that were written; return which one stops the run,
+        or an empty string."""
+        stopped_by = ""
+        while self._unreported:
+            path = self._unreported.pop(0)
+            stopped_by = self.callbacks.checkpoint(path) or stopped_by
+        return stopped_by
+
+    def _stop_if(self, reason: str) -> None:
+        """End the run as `easyrl stop` does, if there is a reason."""
+        if reason and self._stopping is None:
+            raise Interrupted(signal.SIGTERM, reason)
+
+    def about_best(self) -> str:
+        """Name the best checkpoint, for the end of a stopped run; empty without one."""
+        path = best_checkpoint(self.folder.checkpoints)
+        metric = self.spec.schedule.best_metric
+        best = metrics.best_of(self._lines, metric)
+        if path is None or str(best.get("policy_version")) != path.name:
+            return ""
+        value = f"{metric.name} {best[metric.name]:.4g} in iteration {best['iteration']}"
+        return f"\nbest checkpoint: {self.folder.checkpoints / BEST} ({value})"
+
     def _on_event(self, event: events.Event) -> None:
         """Pass an event of the fleet on; record that a checkpoint has been written."""
         self.notify(event)
         match event:
             case events.FromWorker(event=events.CheckpointSaved(version, error=error)):
                 self._is_writing = False
-                if error:
+                if not error:
+                    self._unreported.append(self.folder.checkpoints / str(version))
+                else:
                     self._newest_checkpoint = 0
                     path = self.folder.checkpoints / str(version)
                     kept = "training continues, and earlier checkpoints are kept"
@@ -390,7 +455,7 @@ class Controller:
         number = self.state.num_iterations
         is_last = number == schedule.iterations
         is_due = schedule.save_every is not None and number % schedule.save_every == 0
-        is_best = metrics.best_of(self._lines) is self._lines[-1]
+        is_best = metrics.best_of(self._lines, schedule.best_metric) is self._lines[-1]
         return schedule.keep_checkpoints > 0 and (is_last or is_due or is_best)
 
     def _save_boundary(self) -> None:
@@ -404,20 +469,28 @@ class Controller:
         self._newest_checkpoint = version
         self._is_writing = True
         path = str(self.folder.checkpoints / str(version))
-        best_version = metrics.best_of(self._lines).get("policy_version")
+        best = metrics.best_of(self._lines, self.spec.schedule.best_metric)
+        best_version = best.get("policy_version")
         self.fleet.rank0.send(events.SaveCheckpoint(path, version, asdict(state), best_version))
 
     def _wait_for_checkpoint(self) -> None:
         while self._is_writing:
             self.fleet.next_event()
 
-    def _begin_to_stop(self, interrupted: Interrupted) -> None:
-        """Announce that the run ends with its last checkpoint. Raises `interrupted` if there is
-        nothing to save, or a signal is stopping the run already."""
+    def _begin_to_stop(self, cause: EarlyEnd) -> None:
+        """Announce that the run ends with its last checkpoint. Raises `cause` if there is nothing
+        to save, or the run is being stopped already."""
         is_resumable = self.spec.schedule.keep_checkpoints > 0 and self.state.num_iterations > 0
         if self._stopping is not None or not is_resumable:
-            raise interrupted
-        self._stopping = interrupted
+            raise cause
+        self._stopping = cause
         self.fleet.begin_to_stop()
-        again = " (Ctrl-C again: stop without it)" if interrupted.signum == signal.SIGINT else ""
-        self.notify(events.Note(f"{interrupted}: saving the last checkpoint{again}"))
+        what = "a reward call failed"  # the end of the run says which
+        if isinstance(cause, CallbackFailure):
+            what = "a callback failed"
+        again = ""
+        if isinstance(cause, Interrupted):
+            what = str(cause)
+            if cause.signum == signal.SIGINT:
+                again = " (Ctrl-C again: stop without it)"
+        self.notify(events.Note(f"{what}: saving the last checkpoint{again}"))

@@ -56,7 +56,14 @@ from easyrl.rewards.loading import read_sources
 from easyrl.runtime.launcher import Launcher
 from easyrl.runtime.ledger import Ledger
 from easyrl.runtime.placement import Placement, device_name, engines_on
-from easyrl.runtime.supervisor import STOP_SECONDS, Origin, Supervisor, Worker, WorkerFailure
+from easyrl.runtime.supervisor import (
+    STOP_SECONDS,
+    Origin,
+    RewardFailure,
+    Supervisor,
+    Worker,
+    WorkerFailure,
+)
 from easyrl.runtime.watchdog import TICK_SECONDS, Stall, Watchdog
 from easyrl.workers.core_sharing import CoreSharing, make_idle_board
 from easyrl.workers.settings import WorkerSettings
@@ -234,7 +241,8 @@ class Fleet:
 
     def next_event(self) -> events.WorkerEvent:
         """Send workers what they can take, then wait for an event, record what it changes, and
-        return it. Notes, activity and failures (a `Lost` follows) only go to the observers."""
+        return it. Notes, activity and failures (a `Lost` follows) only go to the observers. Raises
+        RewardFailure for a reward call that is to end the run."""
         self._let_leave()
         self._hand_out()
         self._admit()
@@ -260,6 +268,8 @@ class Fleet:
                 self._on_exchanged(worker, event)
             case events.Lost():
                 self._on_lost(worker, event)
+            case events.RewardFailed(call) if self._needed is None:  # else the run is ending
+                raise RewardFailure(str(call))
         if self.ledger is not None:
             self.ledger.on_event(worker.name, event)
 

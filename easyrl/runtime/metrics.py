@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from easyrl import events
-from easyrl.config.spec import BatchSpec, RewardSpec, ScheduleSpec, TokenLimits
+from easyrl.config.spec import BatchSpec, BestMetric, RewardSpec, ScheduleSpec, TokenLimits
 from easyrl.rewards import judge
 from easyrl.rewards.code_blocks import find_program
 from easyrl.rewards.functions import final_text
@@ -36,6 +36,7 @@ TOLERANCE = 1e-6
 """A reward this little below the bound is correct: rewards are sums in float32."""
 BUSY = ("infer", "train", "weights")
 """Parts of an iteration, whose seconds are the metrics `perf/NAME_seconds`."""
+ACCURACY = BestMetric("eval/accuracy", is_highest=True)
 COUNTS = ("groups_skipped", "groups_replaced", "groups_not_replaced", "reward_errors")
 """Metrics of an iteration that the summary adds up."""
 
@@ -347,10 +348,11 @@ def _has_program(sample: events.Sample) -> bool:
     return find_program(final_text(sample.completion)) is not None
 
 
-def best_of(lines: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the metrics with the highest held-out accuracy, the first of equals; or nothing."""
-    measured = [line for line in lines if line.get("eval/accuracy") is not None]
-    return max(measured, key=lambda line: line["eval/accuracy"], default={})
+def best_of(lines: Iterable[Mapping[str, Any]], metric: BestMetric = ACCURACY) -> Mapping[str, Any]:
+    """Return the line with the best value of a metric, the first of equals; or nothing."""
+    measured = [line for line in lines if line.get(metric.name) is not None]
+    choose = max if metric.is_highest else min
+    return choose(measured, key=lambda line: line[metric.name], default={})
 
 
 def overlap(lines: Collection[Mapping[str, Any]]) -> float:

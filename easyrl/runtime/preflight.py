@@ -11,6 +11,7 @@ import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from easyrl import devices
@@ -20,6 +21,8 @@ from easyrl.config.spec import RunSpec
 from easyrl.data import datasets
 from easyrl.data.hub import HubUnreachable, describe_model
 from easyrl.data.streams import TEACHER_SUFFIX, PromptStream
+from easyrl.model.adapter_files import KEY as ADAPTER_KEY
+from easyrl.model.adapter_files import digest_of
 from easyrl.model.export import ModelSource
 from easyrl.model.files import ModelSize, fingerprint
 from easyrl.model.prompt_renderer import PromptRenderer
@@ -227,6 +230,8 @@ def _identity(
         "eval.dataset": datasets.identity_of(datasets.problem_ids(held_out)),
         **identify_code(spec),
     }
+    if spec.model.lora.adapter is not None:
+        identity[ADAPTER_KEY] = digest_of(Path(spec.model.lora.adapter))
     if spec.teacher is not None and spec.teacher.path is not None:
         identity[TEACHER_KEY] = fingerprint(spec.teacher.path)
     return identity
@@ -310,7 +315,7 @@ class _Planner:
         self.about_model = describe_weights(model, spec.model)
         if source is not None:
             self._tokenizer_path = source.tokenizer
-            about = source.describe(has_new_adapter=spec.model.lora.rank is not None)
+            about = source.describe(spec.model.lora)
             self.about_source = [about] if about else []
 
         self.placement = choose_split(config, self.placement, model.size)

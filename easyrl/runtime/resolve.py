@@ -28,6 +28,7 @@ from easyrl.config.spec import (
     TeacherSpec,
     TokenLimits,
 )
+from easyrl.config.stopping import parse_condition
 from easyrl.data.presets import PRESETS, default_reward, eval_sampling
 from easyrl.rewards.loading import is_model
 
@@ -269,6 +270,7 @@ def _schedule(config: Config) -> ScheduleSpec:
         save_every=train.save_every,
         keep_checkpoints=train.keep_checkpoints,
         eval_every=train.eval_every,
+        stop_when=tuple(parse_condition(text) for text in train.stop_when or ()),
         correct_reward=config.eval.correct_reward,
         num_samples_kept=config.output.samples,
     )

@@ -11,7 +11,7 @@ Writes nothing and imports no torch.
 import json
 import os
 from collections.abc import Collection, Container, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
 from shlex import join, quote
@@ -20,10 +20,17 @@ from typing import Any, NamedTuple
 from easyrl.config import Config, by_name, change_config, keys_marked, load_config, to_arguments
 from easyrl.config.algorithm import LOSS_KEY, LOSS_TYPES, POLICY, TEACHER_KEY
 from easyrl.config.section import MAY_CHANGE, NAMES_FILES
-from easyrl.data.hub import BUILT_IN_MODELS
+from easyrl.data.hub import BUILT_IN_MODELS, model_folder
 from easyrl.data.presets import PRESETS
 from easyrl.environments.loading import BUILT_IN as BUILT_IN_ENVIRONMENTS
 from easyrl.formatting import ConfigError, counted
+from easyrl.model.adapter_files import (
+    ADAPTER_CONFIG,
+    check_base,
+    read_adapter,
+    reason_for_new,
+)
+from easyrl.model.adapter_files import KEY as ADAPTER_KEY
 from easyrl.model.checkpoint_files import (
     CHECKPOINTS,
     DAMAGED,
@@ -31,7 +38,7 @@ from easyrl.model.checkpoint_files import (
     checkpoints_in,
     newest_checkpoint,
 )
-from easyrl.model.export import ModelSource, find_model, run_of
+from easyrl.model.export import ADAPTER, ModelSource, find_model, run_of
 from easyrl.rewards.builtin import BUILT_IN
 from easyrl.runtime import run_folder
 from easyrl.runtime.resolve import resolve
@@ -45,6 +52,7 @@ NAMES: dict[str, Container[str]] = {  # by keys that may name files: names that 
     TEACHER_KEY: (POLICY,),
 }
 
+CHAT_TEMPLATE = "chat_template.jinja"  # name of a tokenizer's file
 EXPECTED_CHANGES = ("train.iterations", "output.dir", "runtime.resume")  # not worth a remark
 
 
@@ -333,6 +341,52 @@ def _absolute(value: Any, names: Container[str]) -> Any:
     return f"{path.absolute()}{colon}{function}"
 
 
+def _find_source(config: Config, folder: Path) -> ModelSource:
+    """Find what a new run starts from. `folder`: of `model.path`, if it is one."""
+    lora = config.model.lora
+    if lora.adapter is None:
+        source = find_model(str(folder))
+        if source.kind != "adapter" or lora.rank is None:
+            return source
+        reason = reason_for_new(read_adapter(Path(source.path)), lora)
+        reason = reason or _other_tokenizer(source)
+        if reason:
+            return replace(source, reason_for_new=reason)
+        return replace(source, kind="continued", tokenizer="")
+    adapter_folder = Path(lora.adapter).expanduser().absolute()
+    base = find_model(str(folder)) if folder.is_dir() else None
+    path = config.model.path if base is None else base.path
+    if not (adapter_folder / ADAPTER_CONFIG).is_file() or (base and base.kind != "model"):
+        raise ConfigError(
+            f"{ADAPTER_KEY}: expected the folder of an adapter with {ADAPTER_CONFIG}, and a model "
+            f"as model.path (--model), got '{lora.adapter}' and '{config.model.path}'"
+        )
+    adapter = read_adapter(adapter_folder)
+    reason = reason_for_new(adapter, lora)
+    if reason:
+        raise ConfigError(
+            f"{ADAPTER_KEY}: expected an adapter that can be trained further, got "
+            f"'{lora.adapter}': {reason}"
+        )
+    check_base(adapter, path)
+    return ModelSource("continued", str(adapter_folder), path)
+
+
+def _other_tokenizer(source: ModelSource) -> str:
+    """Return a reason to merge an adapter whose tokenizer has other tokens than its base's."""
+    if not source.tokenizer:
+        return ""
+    of_adapter = Path(source.tokenizer) / "tokenizer.json"
+    of_base = model_folder(source.base) / "tokenizer.json"
+    if not (of_adapter.is_file() and of_base.is_file()):
+        return ""
+    tokens = [json.loads(file.read_text())["model"].get("vocab") for file in (of_adapter, of_base)]
+    added = [json.loads(file.read_text())["added_tokens"] for file in (of_adapter, of_base)]
+    if tokens[0] == tokens[1] and added[0] == added[1]:
+        return ""
+    return "its tokenizer has other tokens than its base's"
+
+
 class StartingPoint(NamedTuple):
     """What a new run starts from."""
 
@@ -343,18 +397,32 @@ class StartingPoint(NamedTuple):
 def start_from(config: Config, *, is_resumed: bool = False) -> StartingPoint:
     """Replace a run, a checkpoint or an adapter as `model.path` by its model, or the model that it
     was trained from, unless the config is that of a resumed run; and make paths absolute. The
-    learning rate and a checkpoint's chat template are by default those of the run."""
+    learning rate and a checkpoint's chat template are by default those of the run. Raises
+    ConfigError, also for `model.lora.adapter` if that cannot be trained further."""
     folder = Path(config.model.path).expanduser().absolute()
-    if is_resumed or not folder.is_dir():
+    lora = config.model.lora
+    if is_resumed or not (folder.is_dir() or lora.adapter):
         return StartingPoint(with_absolute_paths(config, is_resumed=is_resumed), None)
-    source = find_model(str(folder))
+    source = _find_source(config, folder)
     changes: dict[str, Any] = {"model.path": source.base}
-    run = run_of(str(folder))
+    if source.kind == "continued":
+        adapter = read_adapter(Path(source.path))
+        changes[ADAPTER_KEY] = source.path
+        changes["model.lora.alpha"] = adapter.config["lora_alpha"]
+        template = Path(source.path) / CHAT_TEMPLATE
+        if config.data.chat_template is None and template.is_file():
+            changes["data.chat_template"] = template.read_text(encoding="utf-8")
+    started_from = Path(source.path) if source.kind == "continued" else folder
+    if started_from.name in ("model", ADAPTER):  # of a finished run
+        started_from = started_from.parent
+    run = run_of(str(started_from))
     if run is not None:
-        has_adapters = run.model.lora.rank is not None or config.model.lora.rank is not None
-        if not has_adapters:
+        # Adapters have higher rates than whole models.
+        if (run.model.lora.rank is None) == (lora.rank is None):
             given = config.train.learning_rate
-            changes["train.learning_rate"] = given or resolve(run).optimizer.learning_rate
+            if given is None:
+                given = resolve(run).optimizer.learning_rate
+            changes["train.learning_rate"] = given
         if source.kind == "checkpoint" and config.data.chat_template is None:
             changes["data.chat_template"] = run.data.chat_template  # exported with the model
     # A built-in model that the source was trained from is meant by its name.

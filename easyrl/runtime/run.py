@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import time
 import traceback
 from collections.abc import Sequence
@@ -12,21 +13,28 @@ from easyrl import events
 from easyrl.config import INPUTS, Config, change_config, to_commented_yaml
 from easyrl.config.spec import RewardSpec
 from easyrl.formatting import counted
+from easyrl.model.adapter_files import KEY as ADAPTER_KEY
 from easyrl.model.checkpoint_files import discard_unfinished, set_aside
 from easyrl.model.export import ModelSource
 from easyrl.model.files import fingerprint
 from easyrl.runtime import run_folder, self_test, supervisor
+from easyrl.runtime.callbacks import CallbackFailure, Callbacks
 from easyrl.runtime.checks.engine import describe_weights
 from easyrl.runtime.controller import Controller
 from easyrl.runtime.launcher import make_launcher
 from easyrl.runtime.placement import describe
 from easyrl.runtime.preflight import Preflight, check_run, with_config
+from easyrl.runtime.resolve import resolve
 from easyrl.runtime.resume import Resume, find_resume, start_from, with_absolute_paths
+from easyrl.runtime.stopping import reason_to_stop
 
 
 @supervisor.signals_as_interrupts()
 def run(
-    config: Config, observers: Sequence[events.Observer] = (), resume: Path | None = None
+    config: Config,
+    observers: Sequence[events.Observer] = (),
+    resume: Path | None = None,
+    callbacks: Callbacks | None = None,
 ) -> events.RunEnded:
     """Train; return how the run ended. `resume`: run folder to resume. Observers get only notes
     before all checks have passed. Raises ConfigError, and Interrupted for a signal before the run
@@ -42,6 +50,13 @@ def run(
         os.close(resumed.lock)
         done = f"{resumed.folder} has finished its {counted(config.train.iterations, 'iteration')}"
         end = events.RunEnded(supervisor.FINISHED, f"{done} (to train more: --iterations)")
+        notify(end)
+        return end
+    elif reason := _reason_not_to_resume(config, resumed):
+        os.close(resumed.lock)
+        message = f"nothing is left to do in {resumed.folder}: {reason}\n"
+        message += "to train on: the same command with train.stop_when=null, or another condition"
+        end = events.RunEnded(supervisor.SIGNALLED + signal.SIGTERM, message, is_planned=True)
         notify(end)
         return end
     supervisor.start_resource_tracker()  # before the reward functions' processes start another one
@@ -64,6 +79,7 @@ def run(
             started=started,
             notify=events.combine_observers([folder.observe, *observers]),
             resumed=resumed,
+            callbacks=callbacks or Callbacks(),
         )
         try:
             end = _train(controller)
@@ -71,6 +87,19 @@ def run(
         finally:
             folder.close()
         return end
+
+
+def _reason_not_to_resume(config: Config, resumed: Resume) -> str | None:
+    """Return the condition of `train.stop_when` that held after the checkpoint's iteration."""
+    state = resumed.state
+    if state.num_iterations >= config.train.iterations:
+        return None
+    lines = run_folder.read_lines(resumed.folder / "metrics.jsonl")
+    done = []
+    for line in run_folder.from_1(resumed.folder, lines):
+        if line["iteration"] <= state.num_iterations:
+            done.append(line)
+    return reason_to_stop(resolve(config).schedule.stop_when, done)
 
 
 def _folder_of(config: Config) -> Path:
@@ -90,7 +119,8 @@ def _open_folder(path: Path, config: Config, resumed: Resume | None) -> run_fold
 
 
 def _make_model(checked: Preflight, source: ModelSource) -> Preflight:
-    """Write the model of a checkpoint or an adapter into the new run's folder."""
+    """Write the model of a checkpoint or an adapter, or an adapter that is trained further, into
+    the new run's folder."""
     config = checked.config
     folder = _folder_of(config).absolute()
     is_new = not folder.exists()
@@ -107,10 +137,13 @@ def _make_model(checked: Preflight, source: ModelSource) -> Preflight:
         if is_new:
             shutil.rmtree(folder, ignore_errors=True)
         raise
-    about_source = source.describe(has_new_adapter=config.model.lora.rank is not None)
+    about_source = source.describe(config.model.lora)
     warnings = [about_source, *checked.warnings] if about_source else checked.warnings
-    identity = {**checked.identity, "model.path": fingerprint(path)}
-    config = change_config(config, {"model.path": path, "output.dir": str(folder)})
+    identity = checked.identity
+    key = ADAPTER_KEY if source.kind == "continued" else "model.path"
+    if key == "model.path":
+        identity = {**identity, key: fingerprint(path)}
+    config = change_config(config, {key: path, "output.dir": str(folder)})
     return replace(with_config(checked, config), identity=identity, warnings=warnings)
 
 
@@ -118,8 +151,12 @@ def _train(controller: Controller) -> events.RunEnded:
     """Run, and return how the run ended. No worker is left then."""
     folder = controller.folder
     code = supervisor.FAILED
+    is_planned = False
     try:
         _announce(controller)
+        stopped_by = controller.callbacks.start()
+        if stopped_by:
+            raise supervisor.Interrupted(signal.SIGTERM, stopped_by)
         summary = controller.run()
         summary["prompts_skipped"] = controller.checked.num_prompts_skipped
         controller.notify(events.RunFinished(time.monotonic(), summary))
@@ -128,17 +165,22 @@ def _train(controller: Controller) -> events.RunEnded:
         discard_unfinished(folder.checkpoints)  # a second signal ends its writing
         code = supervisor.SIGNALLED + interrupted.signum
         message = f"stopped by {interrupted}; the run folder is {folder.path}"
-    except supervisor.WorkerFailure as failure:
+        message += controller.about_best()
+        is_planned = interrupted.is_planned
+    except (supervisor.WorkerFailure, CallbackFailure) as failure:
         if failure.is_user_error:
             code = supervisor.USER_ERROR
         message = str(failure)
+        if isinstance(failure, supervisor.RewardFailure):
+            file = folder.path / run_folder.REWARD_ERRORS
+            message += f"\n{supervisor.ABOUT_ON_ERROR}: {file}"
     except run_folder.RunFolderLost as lost:
         message = str(lost)
     except Exception as error:
         run_folder.write_log(folder.path, traceback.format_exc())
         cause = traceback.format_exception_only(error)[-1].strip()
         message = f"{cause}\n(the full traceback is in {folder.log_of('easyrl')})"
-    return events.RunEnded(code, message + run_folder.resume_hint(folder.path))
+    return events.RunEnded(code, message + run_folder.resume_hint(folder.path), is_planned)
 
 
 def _announce(controller: Controller) -> None:
@@ -178,6 +220,9 @@ def _notes(checked: Preflight, resumed: Resume | None) -> list[str]:
         skipped = checked.num_prompts_skipped
         left = checked.prompts.epoch_length
         notes.append(f"prompts skipped: {skipped} (data.max_prompt_length), left: {left}")
+    conditions = [condition.text for condition in spec.schedule.stop_when]
+    if conditions:
+        notes.append(f"ends early: {', or '.join(conditions)} (train.stop_when)")
     return [*notes, *checked.about_prompts, *checked.warnings]
 
 

@@ -18,7 +18,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from shlex import quote
 from typing import IO, Any
@@ -36,7 +36,8 @@ UNFINISHED_SUMMARY = unfinished_name(Path("summary.json")).name
 PRIVATE = 0o700  # mode of new run folders: prompts, completions and tracebacks concern nobody else
 PICTURES = "pictures"  # folder of small pictures
 ID_DIGITS = 16  # of a picture's file name
-GROWING = ("metrics.jsonl", "samples.jsonl", "reward_errors.jsonl")
+REWARD_ERRORS = "reward_errors.jsonl"
+GROWING = ("metrics.jsonl", "samples.jsonl", REWARD_ERRORS)
 """Files that grow by whole lines; a resumed run cuts them back to its checkpoint."""
 
 
@@ -116,13 +117,15 @@ class RunFolder:
             case events.FromWorker(worker, _, events.Starting(what)):
                 write_log(self.path, f"{worker}: {what}")
             case events.FromWorker(_, _, events.GroupScored(iteration, _, prompt) as group):
-                self._append_errors(iteration, prompt, group.errors)
+                append_errors(self._append, group.errors, iteration, prompt)
                 if not group.is_rejected:
                     self._keep_pictures(group.pictures)
                     for sample in group.samples:
                         self._append("samples.jsonl", sample_line(group, sample))
             case events.FromWorker(_, _, events.PromptEvaluated(_, prompt) as evaluated):
-                self._append_errors(None, prompt, evaluated.errors)
+                append_errors(self._append, evaluated.errors, None, prompt)
+            case events.FromWorker(_, _, events.RewardFailed(call, iteration, prompt)):
+                append_errors(self._append, [call], iteration, prompt)
             case events.IterationFinished(metrics=metrics):
                 self._append("metrics.jsonl", metrics)
             case events.Note(text) if text:
@@ -133,11 +136,6 @@ class RunFolder:
                 (self.path / UNFINISHED_SUMMARY).rename(self.path / "summary.json")
             case events.RunEnded(exit_code, message):
                 write_log(self.path, f"ended with exit code {exit_code}\n{message}")
-
-    def _append_errors(self, iteration: int | None, prompt: int, messages: Sequence[str]) -> None:
-        for error in messages:
-            line = {"iteration": iteration, "prompt_index": prompt, "error": error}
-            self._append("reward_errors.jsonl", line)
 
     def _keep_pictures(self, pictures: Sequence[bytes]) -> None:
         try:
@@ -208,6 +206,18 @@ def keep_pictures(folder: Path, pictures: Sequence[bytes]) -> None:
         if not file.exists():
             file.parent.mkdir(exist_ok=True)
             file.write_bytes(data)
+
+
+def append_errors(
+    append: Callable[[str, Mapping[str, Any]], None],
+    calls: Sequence[events.FailedCall],
+    iteration: int | None,
+    prompt_index: int | None,
+) -> None:
+    """Write failed reward calls by `append(file name, line)`."""
+    for call in calls:
+        line = {"iteration": iteration, "prompt_index": prompt_index, **vars(call)}
+        append(REWARD_ERRORS, line)
 
 
 def sample_line(group: events.GroupScored, sample: events.Sample) -> dict[str, Any]:

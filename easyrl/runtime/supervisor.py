@@ -83,12 +83,25 @@ class WorkerFailure(RuntimeError):
         self.is_user_error = is_user_error
 
 
-class Interrupted(KeyboardInterrupt):
-    """The user asked to stop (`signum`: SIGINT, SIGTERM, or SIGHUP: the terminal was closed)."""
+ABOUT_ON_ERROR = (
+    "reward.on_error=stop ended it; with skip_group the group is left out (a run takes another "
+    "prompt instead), with zero its completions score 0 in this function\n"
+    "failed calls with their rows"
+)
 
-    def __init__(self, signum: int) -> None:
-        super().__init__(signal.Signals(signum).name)
+
+class RewardFailure(WorkerFailure):
+    """A reward call failed, and `reward.on_error` is `stop`. The workers are still there."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """The user asked to stop (`signum`: SIGINT, SIGTERM, or SIGHUP: the terminal was closed), or
+    the run's own settings or callbacks did (`reason`), as if by SIGTERM."""
+
+    def __init__(self, signum: int, reason: str = "") -> None:
+        super().__init__(reason or signal.Signals(signum).name)
         self.signum = signum
+        self.is_planned = bool(reason)
 
 
 @contextlib.contextmanager

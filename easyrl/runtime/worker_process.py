@@ -36,7 +36,6 @@ from easyrl.processes import (
     set_name,
     spin_environment,
 )
-from easyrl.rewards.functions import RewardError
 from easyrl.types import BrokenInvariant
 from easyrl.workers.settings import WorkerSettings
 
@@ -102,8 +101,8 @@ def _redirect_output(log_file: str) -> None:
 
 def describe_failure(error: BaseException) -> Failed:
     """Return the event that reports an exception, inside its handler."""
-    if isinstance(error, ConfigError | RewardError):  # also of a full disk
-        is_user_error = not isinstance(error, DiskError | RewardError)
+    if isinstance(error, ConfigError):  # also of a full disk
+        is_user_error = not isinstance(error, DiskError)
         return Failed(str(error), traceback="", is_user_error=is_user_error)
     return Failed(
         f"{type(error).__name__}: {error}",

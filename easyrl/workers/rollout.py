@@ -39,8 +39,9 @@ from easyrl.layout.row import group_tree
 from easyrl.model.loading import load_policy, picture_input
 from easyrl.model.prompt_renderer import PromptRenderer
 from easyrl.processes import maybe_sleep, pin
-from easyrl.rewards.pool import POLL_SECONDS, RewardPool, weighted_sum
-from easyrl.rewards.worker import Call, Scored, TrainerState
+from easyrl.rewards.functions import RewardError
+from easyrl.rewards.pool import POLL_SECONDS, RewardPool, ScoredGroup, weighted_sum
+from easyrl.rewards.worker import Call, TrainerState
 from easyrl.types import (
     BrokenInvariant,
     Completion,
@@ -48,12 +49,11 @@ from easyrl.types import (
     GroupKey,
     IndexedPrompt,
     Int32,
-    Messages,
     Picture,
     Prompt,
     RolloutGroup,
+    as_text,
     no_tokens,
-    shown_content,
 )
 from easyrl.workers.core_sharing import WorkerCores
 from easyrl.workers.settings import WorkerSettings
@@ -231,16 +231,37 @@ class RolloutWorker:
                     if isinstance(command, events.Stop):
                         return
                     self._obey(command)
-                if self.engine.can_step and not self._outbox:
-                    self._generate()
-                for request, completions in self.episodes.advance():
-                    self._score(request, completions)
-                for key, scored in self.reward_pool.finished():
-                    self._finish_group(cast(GroupKey, key), scored)
-                self._publish()
+                try:
+                    self._advance()
+                except RewardError as error:
+                    self._report_failed_reward(error)
+                    return
         finally:
             self.engine.close()
             self._close_pools()
+
+    def _advance(self) -> None:
+        """Do what can be done without waiting: one engine step, and everything between two. Raises
+        RewardError for a failed call that is to end the run."""
+        if self.engine.can_step and not self._outbox:
+            self._generate()
+        for request, completions in self.episodes.advance():
+            self._score(request, completions)
+        for key, scored in self.reward_pool.finished():
+            self._finish_group(cast(GroupKey, key), scored)
+        self._publish()
+
+    def _report_failed_reward(self, error: RewardError) -> None:
+        """Report a call that ends the run, and wait for the end: the run may still have to write a
+        checkpoint."""
+        key = cast(GroupKey | None, error.key)
+        iteration = None
+        if key is not None and key.kind == TRAIN:
+            iteration = key.number + 1
+        prompt_index = None if key is None else key.prompt_index
+        self.control.send(events.RewardFailed(error.call, iteration, prompt_index))
+        while not isinstance(self._take_command(), events.Stop):
+            pass
 
     def _close_pools(self) -> None:
         self.reward_pool.close()
@@ -357,8 +378,8 @@ class RolloutWorker:
         if request.media is not None:
             group.pictures = request.media.pictures
         group.completions = completions
-        group.text = _as_text(texts.prompt)
-        group.texts = [_as_text(answer) for answer in texts.answers]
+        group.text = as_text(texts.prompt)
+        group.texts = [as_text(answer) for answer in texts.answers]
         group.scoring_started = time.monotonic()
         sampled_ids = [each.token_ids[each.is_sampled].tolist() for each in completions]
         state = TrainerState(self.policy_version, self.spec.num_updates)
@@ -376,7 +397,7 @@ class RolloutWorker:
             )
         self.control.send(events.GroupRecomputed(group.prompt.index))
 
-    def _finish_group(self, key: GroupKey, scored: Scored) -> None:
+    def _finish_group(self, key: GroupKey, scored: ScoredGroup) -> None:
         """Deliver a scored group: to the ring, or as a part of an evaluation."""
         group = self._groups.pop(key)
         self.timeline.add("score", group.scoring_started)
@@ -400,7 +421,7 @@ class RolloutWorker:
         )
         self.control.send(answer)
 
-    def _judge(self, scored: Scored, num_completions: int) -> _Judged:
+    def _judge(self, scored: ScoredGroup, num_completions: int) -> _Judged:
         """Decide what is done with a group. In the last round none is rejected: completions count
         in the loss's denominator."""
         is_skipped = not scored.scores
@@ -413,7 +434,7 @@ class RolloutWorker:
         is_rejected = is_unwanted and not self._is_last_round
         return _Judged(rewards, is_skipped, is_unwanted, is_rejected)
 
-    def _deliver(self, iteration: int, own: _Group, scored: Scored, judged: _Judged) -> None:
+    def _deliver(self, iteration: int, own: _Group, scored: ScoredGroup, judged: _Judged) -> None:
         """Put a group into the outbox with its report; if it is rejected, only report it."""
         group = self._as_rollout_group(iteration, own, judged)
         num_kept = self.spec.num_samples_kept
@@ -505,7 +526,13 @@ class RolloutWorker:
         return np.array(ids, dtype=np.int32)
 
     def _samples(
-        self, group: _Group, scored: Scored, rewards: Float32, advantages: Float32, *, is_kept: bool
+        self,
+        group: _Group,
+        scored: ScoredGroup,
+        rewards: Float32,
+        advantages: Float32,
+        *,
+        is_kept: bool,
     ) -> list[events.Sample]:
         """Return the completions of a group as samples.jsonl keeps them, with all tokens of prompt
         and completion as texts. Where it keeps none: the first completion, without these."""
@@ -590,12 +617,3 @@ def _thumbnails(prompt: Prompt) -> list[bytes]:
 def _entry(columns: Mapping[str, Sequence[Any]], index: int) -> dict[str, Any]:
     """Return one completion's value of each column."""
     return {name: values[index] for name, values in columns.items()}
-
-
-def _as_text(content: str | Messages) -> str:
-    if isinstance(content, str):
-        return content
-    lines = []
-    for message in content:
-        lines.append(f"{message['role']}: {shown_content(message['content'])}")
-    return "\n".join(lines)

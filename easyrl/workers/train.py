@@ -29,13 +29,14 @@ from torch import Tensor
 from easyrl import devices, events, user_code
 from easyrl.channels.ring_buffer import RingPort
 from easyrl.channels.weights import WeightChannel
-from easyrl.config import INPUTS
 from easyrl.config.model import DType
 from easyrl.config.spec import TrainSpec
-from easyrl.model.export import ADAPTER, replace_folder
+from easyrl.model.adapter_files import read_adapter
+from easyrl.model.export import ADAPTER, MERGED, replace_folder
 from easyrl.model.files import tokenizer_of
 from easyrl.model.kept_parts import KeptParts
 from easyrl.model.loading import PictureInput, load_policy, picture_input
+from easyrl.model.lora import combine
 from easyrl.model.policy import Policy
 from easyrl.model.saving import save_policy
 from easyrl.model.sharding import TrainRanks, gathered
@@ -434,18 +435,15 @@ class TrainWorker:
             case events.SendWeights():
                 self._send_weights(command)
 
-    def _describe_base(self, adapter: Path) -> None:
-        """Say in a saved adapter's card that it fits only the model that this run has made, where
-        the run started from another adapter."""
-        base = Path(self.spec.model.path)
-        if base.parent.name != INPUTS:
+    def _fit_to_base(self, adapter: Path) -> None:
+        """Make a saved adapter fit the base of the one that this run has merged first, if any."""
+        merged = Path(self.spec.model.path) / MERGED
+        if not merged.is_dir():
             return
-        with (adapter / "README.md").open("a", encoding="utf-8") as card:
-            card.write(
-                f"\n## Base model\n\nThe run started from an adapter or checkpoint ({base.name}), "
-                "which was merged into its own base first. This adapter was trained on the merged "
-                f"model and fits only that: `{base}`.\n"
-            )
+        earlier = read_adapter(merged)
+        is_plain = not earlier.other_kind and not read_adapter(adapter).other_kind
+        if is_plain and earlier.base:
+            combine(adapter, earlier)
 
     def _save(self, folder: Path) -> events.ModelSaved:
         policy = self.learner.policy
@@ -455,7 +453,7 @@ class TrainWorker:
             with replace_folder(folder.with_name(ADAPTER), is_writer=is_writer) as new:
                 policy.adapter.save(new, is_writer=is_writer)
                 if is_writer:
-                    self._describe_base(new)
+                    self._fit_to_base(new)
                     tokenizer.save_pretrained(new)
         weights_sha256 = policy.weights_sha256()  # first: no rank then waits while rank 0 writes
         with replace_folder(folder, is_writer=is_writer) as new:

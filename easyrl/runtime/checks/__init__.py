@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from easyrl.runtime.checks import devices, engine, folders, functions, prompts, teacher
+from easyrl.runtime.checks import devices, engine, folders, functions, prompts, stopping, teacher
 from easyrl.runtime.memory_estimate import check_memory
 
 
@@ -79,12 +79,13 @@ CHECKS = (
     Check(folders.check_new, ("folder", "is_resumed"), TRAINING),
     # A start has made it when it locked the folder (`resume.find_resume`).
     Check(folders.check_resumed_settings, ("config", "folder", "is_resumed"), PLAN),
-    Check(folders.check_unchanged_files, ("folder", "saved_identity", "identity"), START),
+    Check(folders.check_unchanged_files, ("spec", "folder", "saved_identity", "identity"), START),
     # what trains
     Check(teacher.check_signal, ("spec",), TRAINING),
     Check(teacher.check_teacher, ("spec",), TRAINING),
     Check(functions.check_loss, ("spec",), TRAINING),
     Check(functions.check_trackers, ("spec",), TRAINING),
+    Check(stopping.check_stop_when, ("spec",), TRAINING),
     Check(functions.warn_of_biased_sampling, ("spec",), TRAINING),
     # data, and functions that are tried on it
     Check(functions.check_reward_functions, ("spec", "example"), EVERYWHERE),

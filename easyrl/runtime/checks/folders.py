@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from shlex import join
 from typing import Any
 
 from easyrl.config import Config, ConfigError
+from easyrl.config.spec import RunSpec
 from easyrl.runtime.resume import check_resumed, differing
-from easyrl.runtime.run_folder import refuse_existing
+from easyrl.runtime.run_folder import free_name, refuse_existing
 
 
 def check_new(folder: Path, is_resumed: bool) -> None:
@@ -22,12 +24,21 @@ def check_resumed_settings(config: Config, folder: Path, is_resumed: bool) -> No
 
 
 def check_unchanged_files(
-    folder: Path, saved_identity: Mapping[str, Any], identity: Mapping[str, Any]
+    spec: RunSpec, folder: Path, saved_identity: Mapping[str, Any], identity: Mapping[str, Any]
 ) -> None:
     """Raise ConfigError if model, data or functions have changed since the run started."""
     changed = differing(saved_identity, identity)
     if changed:
+        new_run = [
+            "easyrl",
+            "grpo",
+            "--config",
+            str(folder / "config.yaml"),
+            "--model",
+            str(folder),
+        ]
+        new_run += ["--output", free_name(folder), "--seed", str(spec.schedule.seed + 1)]
         raise ConfigError(
             f"{', '.join(changed)}: the files have changed since the run in '{folder}' started; "
-            "restore them, or start a new run (--output)"
+            f"restore them, or train its newest weights on in a new run: {join(new_run)}"
         )
