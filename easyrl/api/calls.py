@@ -182,9 +182,10 @@ def train(
             *others, view = make_observers(stored.output.log_to, live=False)
 
             def observe(event: events.Event) -> events.Note | None:
-                is_raised = isinstance(event, events.RunEnded) and not event.is_planned
-                if is_raised and event.exit_code:  # an exception says why
-                    event = replace(event, message="")
+                if isinstance(event, events.RunEnded):
+                    is_raised = bool(event.exit_code) and not event.is_planned
+                    if is_raised:  # an exception says why
+                        event = replace(event, message="")
                 return view(event) if progress else None
 
             end = run(stored, [*others, observe], resumed, called)

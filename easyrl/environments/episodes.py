@@ -304,7 +304,7 @@ class EnvironmentEpisodes(Episodes):
         try:
             self._check_no_picture(suffix, "an environment's answer")
         except ValueError as error:
-            self._break(group, error)
+            self._break(turn.key, error, episode)
             self._end(turn, episode, "error")
             return
         if len(suffix) >= turn.num_left:
