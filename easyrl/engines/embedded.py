@@ -204,8 +204,9 @@ class EmbeddedEngine(PolicyEngine):
         if len(self._ready) >= num_free + max(1, num_rows // 16):
             return []
         num_wanted = started_sequences(num_rows) - self.num_held - len(self._ready)
-        self._prefixes.add(self._added)
-        self._added = []
+        if self._added:
+            self._prefixes.add(self._added)
+            self._added = []
         chosen: list[GroupRequest] = []
         num_tokens = 0
         new_prefixes = set[bytes]()

@@ -66,7 +66,10 @@ def merge_prefixes(
             kept[start : start + shared.length] = kept[others]
         earlier.add(own_ids, start)
 
-    is_kept = kept == np.arange(num_tokens)
+    every_token = np.arange(num_tokens)
+    is_kept = kept == every_token
+    if is_kept.all() and joined.is_depth_first:
+        return Merged(Arrangement(joined, every_token), every_token)
     tokens = np.flatnonzero(is_kept)
     numbers = np.zeros(num_tokens, np.int64)  # of the tokens that stay, among these
     numbers[tokens] = np.arange(len(tokens))

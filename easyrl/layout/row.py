@@ -269,9 +269,13 @@ class OpenRow:
         if rollout.pictures:
             num_prompt = max(len(rollout.prompt_ids), len(rollout.teacher_prompt_ids))
             return num_more if self._has_prompt_of(rollout) else num_prompt + num_more
-        of_rollout = Prefixes()  # contexts of one rollout share their beginnings, too
-        if not self._has_prompt_of(rollout):
+        is_first = not self._has_prompt_of(rollout)
+        if is_first:
             num_more += self._num_of_prompt(rollout)
+        if not rollout.contexts:
+            return num_more
+        of_rollout = Prefixes()  # contexts of one rollout share their beginnings, too
+        if is_first:
             of_rollout.add(rollout.prompt_prefix)
         fewest = min_shared(len(rollout.completion_ids))
         for ids in rollout.context_prefixes:
@@ -281,8 +285,13 @@ class OpenRow:
             of_rollout.add(ids)
         return num_more
 
-    def add(self, rollout: Rollout) -> None:
-        self.num_tokens += self.num_more(rollout)
+    def add(self, rollout: Rollout, max_tokens: int | None = None) -> bool:
+        """Add a rollout, unless the row would then have more than `max_tokens`; return whether it
+        is added."""
+        num_tokens = self.num_tokens + self.num_more(rollout)
+        if max_tokens is not None and num_tokens > max_tokens:
+            return False
+        self.num_tokens = num_tokens
         if self._shares_prompts and not rollout.pictures:
             if not self._has_prompt_of(rollout):
                 self._prefixes.add(rollout.prompt_prefix)
@@ -290,6 +299,7 @@ class OpenRow:
             for ids in rollout.context_prefixes:
                 self._prefixes.add(ids)
         self.rollouts.append(rollout)
+        return True
 
     def _has_prompt_of(self, rollout: Rollout) -> bool:
         return bool(self.rollouts) and self.rollouts[-1].prompt_index == rollout.prompt_index

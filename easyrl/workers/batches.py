@@ -257,19 +257,14 @@ class Rows:
 
     def add(self, rollout: Rollout, max_rows: int | None = None) -> bool:
         """Add a rollout to the last row, or to a new one unless there are `max_rows`."""
-        if not self._has_room(rollout):
-            if len(self.open_rows) == max_rows:
-                return False
-            self.open_rows.append(OpenRow(shares_prompts=self.shares_prompts))
-        self.open_rows[-1].add(rollout)
-        return True
-
-    def _has_room(self, rollout: Rollout) -> bool:
-        """Whether the last row has room for the rollout."""
-        if not self.open_rows:
+        if self.open_rows and self.open_rows[-1].add(rollout, self.max_tokens):
+            return True
+        if len(self.open_rows) == max_rows:
             return False
-        last = self.open_rows[-1]
-        return last.num_tokens + last.num_more(rollout) <= self.max_tokens
+        row = OpenRow(shares_prompts=self.shares_prompts)
+        row.add(rollout)
+        self.open_rows.append(row)
+        return True
 
 
 def share_out(rows: Rows, num_ranks: int) -> list[list[Rollout]]:
