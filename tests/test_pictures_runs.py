@@ -25,7 +25,7 @@ SETTINGS = (
 )
 REWARD = """
 def mean_id(prompts, completions, completion_ids, image, **columns):
-    assert len(image) == len(completions) and (image[0] is None or image[0].data)
+    assert len(image) == len(completions) and (image[0] is None or image[0].mode == "RGB")
     return [sum(ids) / len(ids) / 100 for ids in completion_ids]
 """
 

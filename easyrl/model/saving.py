@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from easyrl.model.kept_parts import KeptParts
-from easyrl.model.pictures import frozen_tower
+from easyrl.model.pictures import tower_parameters
 from easyrl.model.policy import Policy
 from easyrl.model.sharding import whole
 
@@ -21,14 +21,14 @@ def save_policy(
     is_writer: bool = True,
     dtype: str | None = None,
 ) -> None:
-    """Write a Hugging Face folder, adapters merged, with what is `kept` of the model's own. All
-    ranks call this; one `is_writer`. With `dtype` the weights are rounded to it, the policy's own
-    too."""
+    """Write a Hugging Face folder, adapters merged, with what is `kept` of the model's own, which
+    includes a frozen tower. All ranks call this; one `is_writer`. With `dtype` the weights are
+    rounded to it, the policy's own too."""
     model = policy.model
     rounded_to = None if dtype is None else getattr(torch, dtype)
     left_out = set[Tensor]()
-    if kept is not None:  # it has the frozen tower as the source has it
-        left_out.update(frozen_tower(model))
+    if policy.vision is not None and not policy.vision.is_trained:
+        left_out.update(tower_parameters(model))  # `kept` has the frozen tower
     state: dict[str, Tensor] = {}
     gathered: dict[int, Tensor] = {}  # by id of the parameter: tied weights share one
     named = model.state_dict(keep_vars=True).items()
