@@ -138,7 +138,8 @@ MORE: dict[str, dict[str, Any]] = {
 
 PAGE = f"""# Models with a text model inside
 
-Multimodal models are trained as text models: towers (of pictures, of sound) are not loaded, and
+Without pictures in the prompts ([data.md](data.md#pictures)) multimodal models are trained as text
+models: towers (of pictures, of sound) are not loaded, and
 what a run writes has their weights bit for bit
 ([Exporting](resuming.md#exporting)). No list of names decides what is loaded: transformers'
 mappings say which class a type has, and the class says which of its modules is the decoder.

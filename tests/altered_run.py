@@ -56,6 +56,7 @@ def _leave_out_fused_kernels() -> None:
     sdpa.is_fused = lambda block, settings: False
     sdpa.scaled_dot_product_attention = attend
     embedded.fused_decoder = lambda policy, max_length: None
+    embedded.fuse_steps = lambda policy: None
 
 
 def _record_steps() -> None:

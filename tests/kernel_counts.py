@@ -101,7 +101,8 @@ def count_decode_step(model, layers, rows, prompt, cells):
     policy = make_policy(model, layers)
     cache = NodeCache(rows, prompt, cells, prompt_step=PROMPT_STEP, slot_step=SLOT_STEP)
     ids = np.zeros(prompt, dtype=np.int32)
-    nodes = cache.add_roots([ids] * (rows // LOAD.group))
+    num_prompts = rows // LOAD.group
+    nodes = cache.add_prompts([ids] * num_prompts, cuts=[[]] * num_prompts)
     one = torch.zeros(1, model.kv_heads, model.head_size, dtype=torch.bfloat16, device=META)
     for _ in range(layers):
         cache.keys_values.add_layer(one, one)

@@ -9,6 +9,7 @@ import dataclasses
 from collections import Counter
 from itertools import chain, combinations_with_replacement, pairwise
 from multiprocessing import Pipe
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -21,12 +22,13 @@ from easyrl.algorithm.losses import LossInputs, loss_denominator, policy_loss
 from easyrl.channels.messages import MAX_UNACKNOWLEDGED, RemoteRing, decode_group, encode_group
 from easyrl.channels.ring_buffer import ARRAYS
 from easyrl.config import load_config
+from easyrl.layout import row as row_module
 from easyrl.layout.row import EMPTY, pack, split_group
 from easyrl.layout.tree import TokenTree
 from easyrl.model.mixers.attention import ATTENTION_NAME, register_attention
 from easyrl.model.policy import Policy
 from easyrl.runtime.resolve import resolve
-from easyrl.types import MicroBatch
+from easyrl.types import MicroBatch, Picture
 from easyrl.workers import batches as batches_module
 from easyrl.workers.batches import GroupReader, Origin, UpdateEnd, micro_steps
 from own_workers import (
@@ -402,10 +404,10 @@ def test_a_worker_waits_for_tokens_while_its_groups_are_not_acknowledged():
 # -- trees -----------------------------------------------------------------------------------------
 
 
-def group_of(index, num_prompt, episodes, **changes):
-    """A group of random tokens. `episodes`: of each the segments, (length, the token of
-    [P | own R] that it continues, -1 for none). Only the first token of a context is certainly
-    masked."""
+def group_of(index, num_prompt, episodes, num_ids=VOCABULARY - 3, **changes):
+    """A group of random tokens, of `num_ids` kinds. `episodes`: of each the segments, (length, the
+    token of [P | own R] that it continues, -1 for none). Only the first token of a context is
+    certainly masked."""
     rng = np.random.default_rng(index)
     lengths = [sum(length for length, _ in segments) for segments in episodes]
     num_tokens, before = sum(lengths), [*range(-1, num_prompt - 1)]
@@ -419,9 +421,9 @@ def group_of(index, num_prompt, episodes, **changes):
     mask[np.array(before[num_prompt:]) < 0] = False
     tree = TokenTree.of_predecessors(np.array(before), cuts=[num_prompt])
     fields = {
-        "prompt_ids": rng.integers(3, VOCABULARY, num_prompt, dtype=np.int32),
+        "prompt_ids": rng.integers(3, 3 + num_ids, num_prompt, dtype=np.int32),
         "completion_lengths": np.array(lengths, np.int32),
-        "completion_ids": rng.integers(3, VOCABULARY, num_tokens, dtype=np.int32),
+        "completion_ids": rng.integers(3, 3 + num_ids, num_tokens, dtype=np.int32),
         "rollout_logprobs": -rng.random(num_tokens, dtype=np.float32),
         "loss_mask": mask,
         "truncated": rng.random(len(lengths)) < 0.3,
@@ -461,17 +463,36 @@ def drawn_episode(draw, num_prompt):
 @st.composite
 def drawn_groups(draw):
     groups = []
+    num_ids = draw(st.sampled_from([1, 2, VOCABULARY - 3]))  # of few kinds: prompts begin alike
     for number in range(draw(st.integers(1, 4))):
         num_prompt = draw(st.integers(1, 6))
         episodes = draw(st.lists(drawn_episode(num_prompt), min_size=1, max_size=3))
-        groups.append(group_of(FIRST + number, num_prompt, episodes, group_index=number))
+        groups.append(group_of(FIRST + number, num_prompt, episodes, num_ids, group_index=number))
     return groups
 
 
+PACKINGS = st.fixed_dictionaries(
+    {
+        "max_tokens": st.integers(1, 60),
+        "num_ranks": st.integers(1, 3),
+        "shares_prompts": st.booleans(),
+        "mask_truncated": st.booleans(),
+    }
+)
+
+
 @settings(max_examples=60, deadline=None)
-@given(drawn_groups(), st.integers(1, 60), st.integers(1, 3), st.booleans(), st.booleans())
-def test_every_sampled_token_is_trained_once_after_its_own_path(
-    groups, max_tokens, num_ranks, shares_prompts, mask_truncated
+@given(drawn_groups(), PACKINGS, st.integers(1, 3))
+def test_every_sampled_token_is_trained_once_after_its_own_path(groups, packing, fewest_shared):
+    with (
+        patch.object(row_module, "MIN_SHARED_TOKENS", fewest_shared),
+        patch.object(row_module, "MIN_SHARED_PART", 0.0),
+    ):
+        check_that_every_token_is_trained_once(groups, **packing)
+
+
+def check_that_every_token_is_trained_once(
+    groups, *, max_tokens, num_ranks, shares_prompts, mask_truncated
 ):
     found, expected, num_prompt = Counter(), Counter(), {}
     for group in groups:
@@ -481,10 +502,13 @@ def test_every_sampled_token_is_trained_once_after_its_own_path(
         for path, is_trained, *of_token in zip(paths_of(group), mask, *values, strict=True):
             expected[(*ids[path], *of_token)] += is_trained
         num_prompt |= dict.fromkeys(group.advantages, len(group.prompt_ids))
-        for rollout in split_group(group):  # the budget counts what the row will hold
-            alone = pack([rollout], shares_prompts=shares_prompts)
-            num_tokens = rollout.num_tokens_behind(None, shares_prompts=shares_prompts)
-            assert num_tokens == len(alone.input_ids)
+    rollouts = [*chain(*map(split_group, groups))]
+    for each in (rollouts, *([rollout] for rollout in rollouts)):
+        row = row_module.OpenRow(shares_prompts=shares_prompts)
+        for rollout in each:
+            row.add(rollout)
+        if each:  # the budget counts what the row will hold
+            assert row.num_tokens == len(pack(each, shares_prompts=shares_prompts).input_ids)
     how = {"num_ranks": num_ranks, "shares_prompts": shares_prompts, "deterministic": True}
     for batch in batches_of(groups, max_tokens, mask_truncated=mask_truncated, **how):
         sees, num_tokens = dense_mask(batch.tree).numpy(), len(batch.input_ids)
@@ -500,6 +524,48 @@ def test_every_sampled_token_is_trained_once_after_its_own_path(
             prompts = {advantages: num_prompt[advantages] for advantages in batch.advantages}
             assert num_tokens <= len(batch.targets) + sum(prompts.values())
     assert +found == +expected
+
+
+def rollout_of(index, prompt, *files):
+    prompt = np.array(prompt, np.int32)
+    logprobs, mask = np.zeros(2, np.float32), np.ones(2, np.bool_)
+    pictures = tuple(Picture(file) for file in files)
+    return row_module.Rollout(index, prompt, prompt[:2], logprobs, mask, 1.0, pictures=pictures)
+
+
+def test_prompts_share_enough_tokens_that_are_enough_of_their_group_or_none():
+    common = [*range(3, 23)]
+    for num_common, is_shared in ((15, False), (16, True)):
+        prompts = [[*common[:num_common], 30, 31], [*common[:num_common], 40]]
+        batch = pack([rollout_of(index, prompt) for index, prompt in enumerate(prompts)])
+        num_saved = sum(map(len, prompts)) + 4 - batch.tree.num_tokens
+        assert num_saved == (num_common if is_shared else 0)
+    long_group = [
+        dataclasses.replace(rollout_of(n, [*common, n]), num_group_tokens=500) for n in (30, 31)
+    ]
+    assert pack(long_group).tree.num_tokens == 2 * (21 + 2)
+
+
+def test_prompts_with_pictures_share_nothing_and_stay_together_where_others_move():
+    prompt = [*range(3, 23)]
+    rollouts = [
+        rollout_of(0, prompt),
+        rollout_of(1, prompt, b"one"),
+        rollout_of(2, prompt, b"other"),
+        rollout_of(3, [*prompt, 40]),
+    ]
+    batch = pack(rollouts)
+    assert batch.tree.num_tokens == 3 * (20 + 2) + 1 + 2
+    row = row_module.OpenRow()
+    for rollout in rollouts:
+        row.add(rollout)
+    assert row.num_tokens == batch.tree.num_tokens
+    for pictures in batch.pictures:
+        assert batch.input_ids[pictures.start : pictures.stop].tolist() == prompt
+        assert batch.tree.positions[pictures.start] == 0
+        assert batch.tree.positions[pictures.end - 1] == 21
+    assert [batch.pictures[n].pictures for n in (0, 1)] == [rollouts[n].pictures for n in (1, 2)]
+    assert batch.pictures[0].start == 20 + 2 + 1 + 2  # the last group stands before it
 
 
 @pytest.mark.parametrize("shares_prompts", [True, False])

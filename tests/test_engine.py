@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from dataclasses import replace
 from functools import cache
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -20,12 +20,20 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast, TopKLogitsWarper, TopPLogitsWarper
 
 import recorded_graphs
-from easyrl.engines import embedded, fused_decoder, sampling, step_graphs
+from easyrl.engines import (
+    MAX_PREFIXES,
+    embedded,
+    fused_decoder,
+    prefixes,
+    sampling,
+    step_graphs,
+)
 from easyrl.engines.base import GroupRequest, SamplingSettings
 from easyrl.engines.cache import attention as cache_attention
 from easyrl.engines.cache import cache as node_cache
 from easyrl.engines.embedded import EmbeddedEngine
 from easyrl.engines.generate import GenerateEngine
+from easyrl.engines.prefixes import PromptPrefixes
 from easyrl.engines.sampling import StopStrings, uniform_stream
 from easyrl.model.mixers.attention import ATTENTION_NAME, register_attention
 from easyrl.model.mixers.recurrent import find_layers
@@ -116,6 +124,28 @@ def draw_prompts(number, seed=3):
     return [rng.integers(3, VOCABULARY, length).tolist() for length in lengths]
 
 
+ALIKE = {"behind a node": 0, "behind a node, copied": 5, "copied with it": 64}
+"""Ways to store prompts that begin alike, with the longest rest that is copied to rows."""
+
+
+def draw_prompts_that_begin_alike():
+    """Beginnings within beginnings, a prompt that is the beginning of another one, equal prompts,
+    and one that has nothing in common with others."""
+    rng = np.random.default_rng(5)
+    every = rng.integers(3, VOCABULARY, 4).tolist()
+    some = [*every, *rng.integers(3, VOCABULARY, 3).tolist()]
+    own = [rng.integers(3, VOCABULARY, length).tolist() for length in (1, 5, 3, 2, 8)]
+    other = [every[0] % (VOCABULARY - 3) + 4, *own[4]]
+    return [some + own[0], every + own[1], some + own[1], some, other, every + own[4], some]
+
+
+def share_short_beginnings(monkeypatch, copied_tokens=0):
+    monkeypatch.setattr(prefixes, "COPIED_TOKENS", copied_tokens)
+    monkeypatch.setattr(node_cache, "COPIED_TOKENS", copied_tokens)
+    monkeypatch.setattr(prefixes, "MIN_PREFIX_TOKENS", 2)
+    monkeypatch.setattr(prefixes, "MIN_TOKENS_OF_LEVEL", 2)
+
+
 def requests(prompts, num_generations=1):
     return [GroupRequest((n,), prompt, num_generations) for n, prompt in enumerate(prompts)]
 
@@ -146,21 +176,23 @@ def bits_of(completions):
     ("name", "temperature", "prompts_are"),
     [(name, temperature, "copied") for name in MODELS for temperature in (1.0, 0.0)]
     + [(name, 0.6, "copied") for name in ("qwen3", "mamba")]
-    + [(name, 1.0, stored) for name in EMBEDDED for stored in ("shared", "either")],
+    + [(name, 1.0, stored) for name in EMBEDDED for stored in ("shared", "either", *ALIKE)],
 )
 def test_samples_and_logprobs_are_those_of_a_plain_forward(
     monkeypatch, name, temperature, prompts_are
 ):
     """Each token is drawn with the random number of its position. Rows of a group are not adjacent,
     and sliding windows leave the prompt behind."""
-    monkeypatch.setattr(
-        node_cache, "COPIED_TOKENS", {"shared": 0, "either": 5}.get(prompts_are, 64)
-    )
+    copied_tokens = {"shared": 0, "either": 5, **ALIKE}.get(prompts_are, 64)
+    monkeypatch.setattr(node_cache, "COPIED_TOKENS", copied_tokens)
     monkeypatch.setattr(cache_attention, "BUCKET_STEP", 4)
     monkeypatch.setattr(cache_attention, "BUCKET_NUMBERS", 0)
     if prompts_are == "shared":
         monkeypatch.setattr(fused_decoder, "SMALL", 0)  # all products are oneDNN's
     prompts, num_narrow = draw_prompts(6), 0
+    if prompts_are in ALIKE:
+        share_short_beginnings(monkeypatch, copied_tokens)
+        prompts = draw_prompts_that_begin_alike()
     reference = policy_of(name).model
     if name in EMBEDDED:
         reference = tiny_model(name, "eager", **WITH_STATES.get(name, {}))
@@ -230,6 +262,107 @@ def test_prompts_of_one_step_stay_under_the_token_bound(monkeypatch, bound):
         assert sum(taken) == engine.num_prompt_tokens - before
         assert sum(taken) <= bound or len(taken) == 1
     assert not lengths
+
+
+@pytest.mark.parametrize("copied_tokens", ALIKE.values())
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "qwen3_5_text", "lfm2"])
+def test_what_prompts_begin_with_is_computed_once_with_the_same_bits_in_every_engine(
+    name, copied_tokens, monkeypatch
+):
+    share_short_beginnings(monkeypatch, copied_tokens)
+    prompts = draw_prompts_that_begin_alike()
+    num_tokens = sum(map(len, prompts))
+    before_last = [(index, tuple(ids[:-1])) for index, ids in enumerate(prompts)]
+    saved_at = Counter()  # tokens that are not computed again behind each beginning
+    for index, cuts in common_beginnings(before_last).items():
+        for before, cut in pairwise([0, *cuts]):
+            saved_at[tuple(prompts[index][:cut])] += cut - before
+    for beginning, number in saved_at.items():
+        num_users = sum(tuple(prompt[: len(beginning)]) == beginning for prompt in prompts)
+        num_tokens -= number - number // num_users
+    assert sum(map(len, prompts)) - num_tokens >= 20
+    fresh = make_engine(name, num_rows=2)
+    expected = bits_of(run(fresh, requests(prompts, 3)))
+    assert fresh.num_prompt_tokens == num_tokens
+    assert not fresh.cache.tree.nodes
+    # An engine that has served others, and one that replaces it, begin with the same list.
+    used = make_engine(name, num_rows=2)
+    run(used, requests([prompt[::-1] for prompt in prompts], 2))
+    assert bits_of(run(used, requests(prompts, 3))) == expected
+    # What the first requests of a list compute serves those that come later.
+    before = used.num_prompt_tokens
+    late = [*prompts[0][:-1], 3]
+    for request in requests([*prompts[:2], late], 3):
+        used.submit(request)
+        used.step()
+    while used.has_work:
+        used.step()
+    num_computed = used.num_prompt_tokens - before
+    assert num_computed == sum(map(len, [*prompts[:2], late])) - 4
+
+
+def test_few_beginnings_are_stored_at_a_time(monkeypatch):
+    share_short_beginnings(monkeypatch)
+    rng = np.random.default_rng(0)
+    beginnings = rng.permuted(np.tile(np.arange(3, VOCABULARY), (9, 1)), axis=1)[:, :6].tolist()
+    prompts = [[*beginnings[number % 9], *draw_prompts(30)[number][:5]] for number in range(27)]
+    engine = make_engine(num_rows=4)
+    num_stored = []
+    submitted = requests(prompts, 2)
+    for request in submitted:
+        engine.submit(request)
+    got = {}
+    while engine.has_work:
+        got |= {request.key: completions for request, completions in engine.step()}
+        num_stored.append(len(engine.cache.tree.prefixes()))
+    assert max(num_stored) == MAX_PREFIXES
+    monkeypatch.setattr(prefixes, "MIN_PREFIX_TOKENS", 100)
+    monkeypatch.setattr(prefixes, "MIN_TOKENS_OF_LEVEL", 100)
+    assert tokens_of(got) == tokens_of(run(make_engine(num_rows=4), submitted))
+
+
+def test_prompts_that_begin_alike_by_chance_are_computed_as_others(monkeypatch):
+    prompts = [[5, 6, *prompt[2:]] for prompt in draw_prompts(12)]
+    engine = make_engine()
+    expected = run(engine, requests(prompts, 2))
+    assert engine.num_prompt_tokens == sum(map(len, prompts))
+    monkeypatch.setattr(prefixes.PromptPrefixes, "cuts_of", lambda *_: [])
+    assert bits_of(run(make_engine(), requests(prompts, 2))) == bits_of(expected)
+
+
+def common_beginnings(prompts, cut=0):
+    """By the definition: {index of a prompt: lengths}. `prompts`: pairs of index and ids."""
+    if len(prompts) < 2:
+        return {}
+    ids = [prompt for _, prompt in prompts]
+    shortest = min(map(len, ids))
+    length = max(n for n in range(shortest + 1) if len({prompt[:n] for prompt in ids}) == 1)
+    found = {index: [] for index, _ in prompts}
+    if length - cut >= 2:
+        cut = length
+        found = {index: [length] for index, _ in prompts}
+    for token in {prompt[length] for prompt in ids if len(prompt) > length}:
+        behind = [each for each in prompts if len(each[1]) > length and each[1][length] == token]
+        for index, more in common_beginnings(behind, cut).items():
+            found[index] += more
+    return found
+
+
+@given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), min_size=1, max_size=8))
+def test_prompts_are_cut_behind_what_they_have_in_common(drawn):
+    before_last = [(index, tuple(ids[:-1])) for index, ids in enumerate(drawn)]
+    expected = common_beginnings(before_last)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        share_short_beginnings(monkeypatch)
+        monkeypatch.setattr(prefixes, "MAX_LEVELS", 100)
+        one_by_one, together = PromptPrefixes(), PromptPrefixes()
+        prompts = [np.array(ids, np.int32) for ids in drawn]
+        together.add(prompts)
+        for prompt in prompts:
+            one_by_one.add([prompt])
+        for index, prompt in enumerate(prompts):
+            assert together.cuts_of(prompt) == expected.get(index, [])
+            assert one_by_one.cuts_of(prompt) == together.cuts_of(prompt)
 
 
 @pytest.mark.parametrize("small", [0, fused_decoder.SMALL])  # oneDNN's products, torch's own
@@ -729,6 +862,20 @@ def test_replayed_steps_give_the_samples_of_plain_ones(name, changes, copied_tok
         for a, b in zip(got[key], completions, strict=True):
             np.testing.assert_allclose(a.logprobs, b.logprobs, rtol=0, atol=1e-5)
     assert engine.graphs.num_replays > engine.num_steps / 4
+
+
+@pytest.mark.usefixtures("many_sizes")
+@pytest.mark.parametrize("copied_tokens", ALIKE.values())
+def test_replayed_steps_behind_shared_beginnings_give_the_samples_of_plain_ones(
+    copied_tokens, monkeypatch
+):
+    share_short_beginnings(monkeypatch, copied_tokens)
+    submitted = requests(draw_prompts_that_begin_alike(), 3)
+    expected = run(make_engine(num_rows=8), submitted)
+    recorded_graphs.install(monkeypatch)
+    engine = make_engine(num_rows=8)
+    assert tokens_of(run(engine, submitted)) == tokens_of(expected)
+    assert engine.graphs.num_replays >= 3
 
 
 @pytest.mark.usefixtures("many_sizes")

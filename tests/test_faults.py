@@ -83,14 +83,38 @@ TWO_ENGINES = (
     *("rollout.max_completion_length=48", "rollout.max_concurrent_groups=2"),
     "train.eval_every=3",
 )
+
+
+EVEN_SUMS = """
+def score(completion_ids, **columns):
+    return [sum(ids) % 2 for ids in completion_ids]
+"""
+"""Of random text, too; sometimes equal in a whole group."""
+
+
+def prompts_that_begin_alike(folder):
+    """Words of a run whose prompts have 70 tokens in common, and 4 to 6 of their own."""
+    common = "Add the two numbers, and say nothing but the sum. ".ljust(70, "-")
+    rows = [{"prompt": f"{common}{n}+{3 * n}=", "answer": str(4 * n)} for n in range(5, 45)]
+    data = write_rows(folder / "sums.jsonl", rows)
+    rewards = folder / "rewards.py"
+    rewards.write_text(EVEN_SUMS)
+    return ("--dataset", data, "--reward", f"{rewards}:score", "data.max_prompt_length=80")
+
+
 SLOWLY = {"EASYRL_RANDOM_DELAYS": "0.05"}
 """Iterations take about a second, most of it in the rollout workers."""
 
 
+@pytest.mark.parametrize(
+    "begin_alike", [pytest.param(False, id="demo"), pytest.param(True, id="prompts begin alike")]
+)
 def test_a_run_that_is_killed_resumed_and_loses_a_worker_ends_in_the_same_bits(
-    tmp_path, undisturbed
+    tmp_path, undisturbed, begin_alike
 ):
     words, folder = (*TWO_ENGINES, *HARDER, "--iterations", "4"), tmp_path / "run"
+    if begin_alike:
+        words += prompts_that_begin_alike(tmp_path)
     run_until("checkpoint of iteration 2:", folder, *words)
     assert not (folder / "summary.json").exists()
     done = int(checkpoints_in(folder / "checkpoints")[-1].name) // 2

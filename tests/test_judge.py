@@ -305,9 +305,9 @@ SEVENS += ("Score (0-10): 7", '{"score": 7}', "Score: [7]", "Score: `7`", "Score
 def test_the_default_pattern():
     reader = judge.Judge(rewards_of("http://127.0.0.1:9/v1").options.judge)
     for answer in SEVENS:
-        assert reader._read(answer, 1) == [pytest.approx(0.7)], answer
-    assert reader._read("Score: 7.5", 1) == [0.75]
-    assert reader._read("Score: .5", 1) == [pytest.approx(0.05)]
+        assert reader._read(answer, 1).scores == [pytest.approx(0.7)], answer
+    assert reader._read("Score: 7.5", 1).scores == [0.75]
+    assert reader._read("Score: .5", 1).scores == [pytest.approx(0.05)]
     for answer in ("Score: -3", "Score: \u22123", "Score: 11", "Score: none of 5"):
         with pytest.raises(judge.JudgeError):
             reader._read(answer, 1)

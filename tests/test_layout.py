@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from easyrl.layout.tree import NONE, TokenTree, merge_prefixes
+from easyrl.layout.prefixes import Beginning, merge_prefixes
+from easyrl.layout.tree import NONE, TokenTree
 
 
 @st.composite
@@ -152,10 +153,20 @@ def drawn_trees_with_ids(draw):
     return trees, np.array(ids)
 
 
+def merge_roots(trees, ids, min_shared=1):
+    joined = TokenTree.joined(trees)
+    roots = [
+        Beginning(int(start), int(stop), min_shared)
+        for start, stop, parent in zip(joined.starts, joined.stops, joined.parents, strict=True)
+        if parent == NONE
+    ]
+    return merge_prefixes(trees, ids, roots)
+
+
 @given(drawn_trees_with_ids(), st.integers(1, 3))
 def test_trees_that_begin_alike_share_their_beginnings_and_keep_every_path(drawn, min_shared):
     trees, ids = drawn
-    merged = merge_prefixes(trees, ids, min_shared=min_shared)
+    merged = merge_roots(trees, ids, min_shared)
     before = naive_predecessors(TokenTree.joined(trees))
     row_paths = paths_of(naive_predecessors(merged.row.tree))
     row_ids = ids[merged.row.tokens]
@@ -187,14 +198,14 @@ def test_as_many_tokens_of_the_roots_are_shared_as_can_be(drawn, min_shared):
             length = max(k for k in range(len(root) + 1) if root[:k] == other[:k])
             shared.append(length)
         num_saved += max(shared) if max(shared) >= min_shared else 0
-    assert merge_prefixes(trees, ids, min_shared=min_shared).num_saved == num_saved
+    assert merge_roots(trees, ids, min_shared).num_saved == num_saved
 
 
 def test_groups_behind_one_system_prompt_become_one_tree():
     trees = [TokenTree.of_group(3, [2, 1]), TokenTree.of_group(4, [1])]
     ids = np.array([7, 8, 1, 5, 5, 6, 7, 8, 2, 2, 9])
-    merged = merge_prefixes(trees, ids)
+    merged = merge_roots(trees, ids)
     assert ids[merged.row.tokens].tolist() == [7, 8, 1, 5, 5, 6, 2, 2, 9]
     assert merged.row.tree.lengths.tolist() == [2, 1, 2, 1, 2, 1]
     assert merged.row.tree.parents.tolist() == [NONE, 0, 1, 1, 0, 4]
-    assert merge_prefixes(trees, ids, min_shared=3).num_saved == 0
+    assert merge_roots(trees, ids, 3).num_saved == 0

@@ -1,9 +1,12 @@
 """The embedded engine with pictures: each group's is encoded once, and sampled as trained."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
+from easyrl.engines import prefixes
 from easyrl.engines.base import GroupRequest
 from easyrl.engines.embedded import EmbeddedEngine
 from easyrl.engines.sampling import SamplingSettings
@@ -133,3 +136,20 @@ def test_fused_decoder_serves_rows_behind_pictures(tmp_path):
     for one, other in zip(finished, generate(engine, requests_for("qwen3_vl")), strict=True):
         for own, plain in zip(one[1], other[1], strict=True):
             assert np.array_equal(own.token_ids, plain.token_ids)
+
+
+def test_prompts_with_equal_tokens_and_other_pictures_share_nothing(tmp_path, monkeypatch):
+    for name in ("MIN_PREFIX_TOKENS", "MIN_TOKENS_OF_LEVEL"):
+        monkeypatch.setattr(prefixes, name, 2)
+    family = "qwen2_5_vl"
+    num_tokens = num_placeholders(family, picture(0))
+    number = next(n for n in range(1, 50) if num_placeholders(family, picture(n)) == num_tokens)
+    one, other = requests_for(family, ((0,), (number,)))
+    other = replace(other, prompt_ids=one.prompt_ids)
+    policy = load_policy(picture_folder(tmp_path, family), pictures=picture_input(family))
+    together = {request.key: each for request, each in generate(make_engine(policy), [one, other])}
+    for request in (one, other):
+        ((_, alone),) = generate(make_engine(policy), [request])
+        for got, expected in zip(together[request.key], alone, strict=True):
+            assert got.token_ids.tolist() == expected.token_ids.tolist()
+            np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=1e-5)

@@ -222,6 +222,7 @@ def test_data_on_a_hub_that_is_unreachable_is_a_warning(tmp_path, capfd):
     (tmp_path / "own.py").write_text(reward + " * len(completions)\n")
     code, output = dry_run("--dataset", "hub/data", "--reward", f"{tmp_path}/own.py:score")
     assert code == 0 and "all on cpu" in output and "warning: not checked: data.dataset" in output
+    assert output.startswith("# a run would start if its data, which were not checked, can be")
     assert "here" not in output and capfd.readouterr().out == ""  # the plan is a config file
     code, output = dry_run("--dataset", "gone.jsonl", "--reward", "exact_match")
     assert code == 2 and "all on cpu" in output  # the memory that it would need

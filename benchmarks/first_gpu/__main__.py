@@ -13,6 +13,7 @@ build/first-gpu. Nothing is installed from a network.
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,12 +23,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.first_gpu import needs
 from benchmarks.first_gpu.commands import ROOT, run_command
 from benchmarks.first_gpu.results import Results, Status, StepResult, read_results, table
 from easyrl.formatting import ConfigError
 
 if TYPE_CHECKING:
-    from benchmarks.first_gpu.steps import Step
+    from benchmarks.first_gpu.steps import Setup, Step
 
 DESCRIBE = """
 import json, platform, sys, torch, transformers
@@ -51,23 +53,24 @@ MAX_LOG_CHARACTERS = 200_000
 def main(arguments: Sequence[str]) -> int:
     options = _parse(arguments)
     started = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # clean up, too
     out = Path(os.environ.get("OUT") or ROOT / "build" / "first-gpu").resolve()
     with tempfile.TemporaryDirectory(prefix="easyrl-first-gpu-") as folder:
         if options.wheels is not None:
             _install(options.wheels, Path(folder, "site"))
-        from benchmarks.first_gpu import steps
-
-        lacks = steps.missing_of(steps.CORE)
+        lacks = needs.missing_of(needs.CORE)
         if lacks:
             raise ConfigError(
-                f"{lacks}; bring {steps.CORE.packages}, and name their folder: --wheels"
+                f"{lacks}; bring {needs.CORE.packages}, and name their folder: --wheels"
             )
+        from benchmarks.first_gpu import steps  # imports what was missing
+
         found = _find_device(options.device)
         device = found["device"]
         machine = found["machine"]
         setup = steps.Setup(Path(folder), device, options.smollm2, options.rehearsal)
         chosen = [step for step in steps.all_steps(setup) if step.part in options.parts]
-        for line in steps.inputs(options.smollm2):
+        for line in needs.inputs(options.smollm2):
             print(line)
         if options.list:
             for step in chosen:
@@ -77,7 +80,7 @@ def main(arguments: Sequence[str]) -> int:
         results = _results_before(out, machine, is_rehearsal=options.rehearsal)
         deadline = started + 60.0 * options.minutes
         try:
-            _run(chosen, results, deadline, out)
+            _run(chosen, results, setup, deadline, out)
         finally:
             print("\n".join(table(results)), flush=True)
     return 0
@@ -143,13 +146,15 @@ def _results_before(out: Path, machine: dict[str, Any], *, is_rehearsal: bool) -
     return Results(machine, is_rehearsal)
 
 
-def _run(chosen: Sequence["Step"], results: Results, deadline: float, out: Path) -> None:
+def _run(
+    chosen: Sequence["Step"], results: Results, setup: "Setup", deadline: float, out: Path
+) -> None:
     """Run the steps, each part within its limit and all before `deadline`; keep their results."""
-    from benchmarks.first_gpu.steps import PART_SECONDS, PARTS
+    from benchmarks.first_gpu.steps import PARTS, part_seconds
 
     for part, steps_of_part in groupby(chosen, key=lambda step: step.part):
         print(f"== part {part}: {PARTS[part]}", flush=True)
-        end = min(deadline, time.monotonic() + PART_SECONDS[part])
+        end = min(deadline, time.monotonic() + part_seconds(part, setup))
         for step in steps_of_part:
             seconds = min(step.seconds, end - time.monotonic())
             result = _run_step(step, seconds, out / "log.txt")

@@ -1,14 +1,14 @@
-"""What is run, in the order in which a reader of the README asks; and what it can use."""
+"""What is run, in the order in which a reader of the README asks."""
 
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.first_gpu import readers
+from benchmarks.first_gpu.needs import REASONING_GYM, TESTS, TRL, missing_of
 from benchmarks.first_gpu.results import Figures
 
 PARTS = {
@@ -46,65 +46,28 @@ class Step:
     """What the step needs and this machine lacks."""
 
 
-class Needed(NamedTuple):
-    """A thing that has to be brought to the machine, which may have no network."""
-
-    what_for: str
-    modules: tuple[str, ...]  # that have to be importable
-    packages: str
-    megabytes: float  # of their wheels, for Python 3.12 on x86-64
-
-
-CORE = Needed(
-    what_for="everything",
-    modules=("cloudpickle", "pebble", "pydantic", "rich", "safetensors", "transformers", "typer"),
-    packages="pydantic, pydantic-core, annotated-types, typing-inspection, pebble",
-    megabytes=2.8,
-)
-TESTS = Needed(
-    what_for="tests",
-    modules=("filelock", "hypothesis", "psutil", "pytest", "pytest_timeout", "xdist"),
-    packages="pytest, pytest-timeout, pytest-xdist, hypothesis, psutil, filelock",
-    megabytes=3.2,
-)
-REASONING_GYM = Needed(
-    what_for="SmolLM2's recipe",
-    modules=("reasoning_gym",),
-    packages="reasoning-gym, and what it needs",
-    megabytes=9.6,
-)
-TRL = Needed(
-    what_for="TRL",
-    modules=("trl", "datasets", "accelerate"),
-    packages="trl, datasets, dill, multiprocess",
-    megabytes=1.8,
-)
-SMOLLM2_MEGABYTES = 270
-
-
-def missing_of(needed: Needed) -> str:
-    """Return the modules that are not installed, as a sentence; empty if all are."""
-    missing = [module for module in needed.modules if find_spec(module) is None]
-    return f"not installed: {', '.join(missing)}" if missing else ""
-
-
-def inputs(smollm2: Path | None) -> Iterator[str]:
-    """Yield a line for each thing that can be brought: its size, and whether it is there."""
-    for needed in (CORE, TESTS, REASONING_GYM, TRL):
-        status = missing_of(needed) or "there"
-        yield f"{needed.what_for}: {needed.packages} ({needed.megabytes} MB): {status}"
-    status = "not given (--smollm2 FOLDER)" if smollm2 is None else str(smollm2)
-    yield f"SmolLM2-135M-Instruct in bfloat16 ({SMOLLM2_MEGABYTES} MB): {status}"
-
-
 def all_steps(setup: Setup) -> list[Step]:
-    return [
+    """Return the steps by part. In a rehearsal, on a machine that may be busy, most have more time,
+    and those that have only one size are ended after ENDED_SECONDS."""
+    steps = [
         *_learning(setup),
         *_schedules(setup),
         *_speed(setup),
         *_against_trl(setup),
         *_tests(setup),
     ]
+    if not setup.is_rehearsal:
+        return steps
+    rehearsed = []
+    for step in steps:
+        seconds = ENDED_SECONDS if step.name in ONE_SIZE else PATIENT_SECONDS
+        rehearsed.append(replace(step, seconds=seconds))
+    return rehearsed
+
+
+def part_seconds(part: int, setup: Setup) -> float:
+    """Return the time limit of a part. A rehearsal has none."""
+    return float("inf") if setup.is_rehearsal else PART_SECONDS[part]
 
 
 SMALL_RUN = (
@@ -114,8 +77,11 @@ SMALL_RUN = (
 )
 """Settings of a rehearsal's runs. Some of the answers, which are so long, are right. In
 bfloat16 CPUs are slow."""
+ONE_SIZE = ("self-test", "bench engine", "bench attention")
+"""Steps that a rehearsal ends after ENDED_SECONDS."""
 ENDED_SECONDS = 25.0
-"""Time limit in a rehearsal of what has one size: it is ended then."""
+PATIENT_SECONDS = 600.0
+"""Time limit of a rehearsal's other steps."""
 
 
 def _models(setup: Setup) -> Iterator[tuple[str, list[str], str]]:
@@ -173,7 +139,7 @@ def _schedules(setup: Setup) -> Iterator[Step]:
     yield Step(
         part=2,
         name="self-test",
-        seconds=ENDED_SECONDS if setup.is_rehearsal else 180.0,
+        seconds=180.0,
         command=[*_easyrl("doctor"), "--test"],
         read=readers.read_self_test,
     )

@@ -133,12 +133,14 @@ def write_model_and_prompts(
     prompt_length: int,
     *,
     is_chat: bool = False,
+    schema_length: int = 0,
 ) -> dict[str, Any]:
     """Write a random model and prompts. Return the settings that name them, and the reward.
 
     `model`: a model, which gets the tokenizer of `tiny`, or the path of one, which is used as it
     is. `prompt_length`: number of digits of a prompt. `is_chat`: the prompts are chats that ask for
-    the sum of two numbers with so many digits together.
+    the sum of two numbers with so many digits together. `schema_length`: characters of a schema of
+    tools that stands before the digits of every prompt; each is a token of `tiny`.
     """
     if isinstance(model, str):
         path = resolve_model(model)
@@ -153,7 +155,7 @@ def write_model_and_prompts(
     lengths = []  # in tokens
     for _ in range(num_prompts):
         digits = "".join(rng.choices("0123456789", k=prompt_length))
-        prompt = _sum_of(digits) if is_chat else digits
+        prompt = _sum_of(digits) if is_chat else _schema_of_tools(schema_length) + digits
         rows.append(json.dumps({"prompt": prompt}))
         lengths.append(len(render_prompt(prompt, tokenizer)))
     file = folder / "prompts.jsonl"
@@ -164,6 +166,29 @@ def write_model_and_prompts(
         "data.max_prompt_length": max(lengths),
         "reward.functions": [f"{__name__}:spread"],
     }
+
+
+def _schema_of_tools(length: int) -> str:
+    """Return the first characters of a JSON schema of many tools."""
+    tools: list[str] = []
+    num_characters = 0
+    while num_characters < length:
+        name = f"look_up_{len(tools)}"
+        tool = {
+            "type": "function",
+            "function": {
+                "name": name,
+                "description": "Look up a row of a table by its number, and return its text.",
+                "parameters": {
+                    "type": "object",
+                    "properties": {"number": {"type": "integer", "description": "of the row"}},
+                    "required": ["number"],
+                },
+            },
+        }
+        tools.append(json.dumps(tool))
+        num_characters += len(tools[-1])
+    return "\n".join(tools)[:length]
 
 
 def _sum_of(digits: str) -> Messages:

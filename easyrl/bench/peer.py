@@ -85,6 +85,7 @@ class Work:
     make_model: Callable[[Mapping[str, Any]], Any] = random_model  # of `size`
     learning_rate: float = 0.0
     lora_rank: int | None = None
+    schema_length: int = 0  # characters of a schema of tools before every prompt
 
     @property
     def num_completions(self) -> int:
@@ -128,6 +129,16 @@ ROWS = {
         prompt_length=1024,
         max_completion_length=64,
         iterations=2,
+        micro_batch=16,
+    ),
+    "tools": Work(
+        size=TINY,
+        num_prompts=8,
+        num_generations=8,
+        prompt_length=12,
+        schema_length=1500,
+        max_completion_length=64,
+        iterations=4,
         micro_batch=16,
     ),
     "smollm2": SMOLLM2,
@@ -204,6 +215,7 @@ def run(
                 work.num_prompts,
                 work.prompt_length,
                 is_chat=work.size is None,
+                schema_length=work.schema_length,
             )
             actions = {
                 "easyrl": partial(run_easyrl, name, work, {**flags, **inputs}),

@@ -363,18 +363,29 @@ class RingBuffer:
             array.flags.writeable = False
             fields[name] = array
         completion_lengths: list[int] = fields["completion_lengths"].tolist()
-        if not self._is_consistent(lengths, completion_lengths):
+        picture_lengths: list[int] = fields["picture_lengths"].tolist()
+        if not self._is_consistent(lengths, completion_lengths, picture_lengths):
             raise RuntimeError(
-                f"ring slot {slot} is damaged: {lengths}, completions of {completion_lengths}"
+                f"ring slot {slot} is damaged: {lengths}, completions of {completion_lengths}, "
+                f"pictures of {picture_lengths}"
             )
         return RolloutGroup(**fields)
 
-    def _is_consistent(self, lengths: Mapping[str, int], completion_lengths: list[int]) -> bool:
+    def _is_consistent(
+        self,
+        lengths: Mapping[str, int],
+        completion_lengths: list[int],
+        picture_lengths: list[int],
+    ) -> bool:
         """Whether a header's lengths fit the slot and each other."""
         for dimension, capacity in self.layout.capacities.items():
             if not 0 <= lengths[dimension] <= capacity:
                 return False
         if not completion_lengths or min(completion_lengths) < 0:
+            return False
+        if min(picture_lengths, default=0) < 0:
+            return False
+        if sum(picture_lengths) != lengths["num_picture_bytes"]:
             return False
         num_completion_tokens = sum(completion_lengths)
         return num_completion_tokens == lengths["num_completion_tokens"]

@@ -26,9 +26,9 @@ class TrainConfig(Section):
     max_grad_norm: Annotated[float, MAY_CHANGE] = Field(default=1.0, gt=0.0)
     """The gradient's norm is clipped to this."""
     max_tokens_per_micro_batch: Annotated[int | None, MAY_CHANGE] = Field(default=None, ge=1)
-    """Tokens trained at a time, a group's prompt counted once. It does not change the result. Null:
-    4096, or the longest prompt + completion if that is more; on accelerators up to 32768 if its
-    memory allows, unless the run is deterministic."""
+    """Tokens trained at a time, those that sequences share counted once. It does not change the
+    result. Null: 4096, or the longest prompt + completion if that is more; on accelerators up to
+    32768 if its memory allows, unless the run is deterministic."""
     activation_checkpointing: Annotated[bool, MAY_CHANGE] = False
     """Compute each layer again in backward: the same result, far less memory, a third more time."""
     compile: Annotated[bool, MAY_CHANGE] = False

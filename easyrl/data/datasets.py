@@ -135,7 +135,8 @@ def _with_pictures(dataset: DataSet, data: DataConfig) -> DataSet:
     folder = None
     if path.exists():
         folder = path.parent if path.is_file() else path
-    dataset.form.use_pictures(PictureSource(column, folder))
+    source = PictureSource(column, folder, max_bytes=data.max_image_bytes)
+    dataset.form.use_pictures(source)
     if column is not None and isinstance(rows, Table):
         rows.keep_files([column])
     return dataset

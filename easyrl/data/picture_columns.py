@@ -39,9 +39,17 @@ class Placed(NamedTuple):
 class PictureSource:
     """Where the pictures of a data set's prompts are: in a column, in content parts, or both."""
 
-    def __init__(self, column: str | None = None, folder: Path | None = None) -> None:
-        """`folder`: that of the data file, to which paths are relative."""
+    def __init__(
+        self,
+        column: str | None = None,
+        folder: Path | None = None,
+        *,
+        max_bytes: int | None = None,
+    ) -> None:
+        """`folder`: that of the data file, to which paths are relative; `max_bytes`: of all files
+        of a prompt, None: unlimited."""
         self.column = column
+        self._max_bytes = max_bytes
         self._folder = folder
         self._shown = "content part" if column is None else f"column '{column}'"
 
@@ -54,9 +62,16 @@ class PictureSource:
     def read(self, values: Iterable[Any]) -> tuple[Picture, ...]:
         """Read the files. Raises PictureError, which names the column."""
         try:
-            return tuple(read_picture(value, self._folder) for value in values)
+            pictures = tuple(read_picture(value, self._folder) for value in values)
         except PictureError as error:
             raise PictureError(f"{self._shown}: {error}") from None
+        num_bytes = sum(len(picture.data) for picture in pictures)
+        if self._max_bytes is not None and num_bytes > self._max_bytes:
+            raise PictureError(
+                f"{self._shown}: expected image files of at most {self._max_bytes:,} bytes in one "
+                f"prompt (data.max_image_bytes), got {num_bytes:,}"
+            )
+        return pictures
 
     def as_pictures(self, value: Any) -> Any:
         """Return a value of the column with pictures in the places of their files: one, several as

@@ -4,9 +4,10 @@
 
 One forward per step processes the newest token of every row in flight and, if few sequences are
 ready to start, the prompts of the next requests: `[n decode tokens | prompt | prompt | ...]`. A
-prompt is a node of the cache's tree (`cache.nodes`); of a request with a family, only the tokens
-that no earlier request of the family has stored are computed. Layers with a state have one for each
-node and row (`cache.states`).
+prompt is a node of the cache's tree (`cache.nodes`). What several prompts begin with is a node
+above theirs, computed once (`prefixes`). Of a request with a family, only the tokens that no
+earlier one of the family has stored are computed. Layers with a state have one for each node and
+row (`cache.states`).
 
 A row holds the tokens of one sequence behind its nodes. Active rows come first, the longest before
 the others; then suspended ones. Finished rows are reused in the same step. When a suspended row is
@@ -38,6 +39,7 @@ from easyrl.engines.cache.cache import MAX_LEVELS, NodeCache, StoredRow
 from easyrl.engines.cache.nodes import Family, Node
 from easyrl.engines.fused_decoder import RECHECKED_TOKENS, fused_decoder
 from easyrl.engines.fused_delta_rule import fuse_steps
+from easyrl.engines.prefixes import PromptPrefixes
 from easyrl.engines.sampling import SamplingSettings, sample, uniform_stream
 from easyrl.engines.step_graphs import PROMPT_STEP, StepGraphs
 from easyrl.layout.tree import Ints
@@ -68,7 +70,7 @@ class _Sequence:
     request: GroupRequest
     node: Node | None
     """The node that it continues. Until it starts, that of its prompt. A row that starts with a
-    copy of this node continues the node's parent, or none."""
+    copy of this node continues what is above the copied ones, or none."""
     sample_index: int
     limit: int  # completion tokens at most
     uniforms: Float64  # [limit]
@@ -106,6 +108,8 @@ class EmbeddedEngine(PolicyEngine):
         self._run_model: Callable[[ModelInputs], Tensor] = self._decoder or policy.forward
         if policy.has_states:
             fuse_steps(policy)
+        self._prefixes = PromptPrefixes()
+        self._added = list[Int32]()  # prompts that `_prefixes` does not have yet
         self._ready: deque[_Sequence] = deque()
         # The first `num_active` rows are in flight; those behind, up to `num_held`, are suspended.
         self.num_active = 0
@@ -142,6 +146,11 @@ class EmbeddedEngine(PolicyEngine):
     def can_step(self) -> bool:
         starts = (self._ready or self._waiting) and self.num_held < self.cache.num_rows
         return bool(self.num_active or starts or self._finished or self._rows_to_resume())
+
+    def submit(self, request: GroupRequest) -> None:
+        super().submit(request)
+        if _may_share(request):
+            self._added.append(_ids_of(request))
 
     def resume(self, turn: Turn, tokens: Sequence[int], max_turn_tokens: int | None = None) -> None:
         assert 0 < len(tokens) < turn.num_left
@@ -184,6 +193,7 @@ class EmbeddedEngine(PolicyEngine):
         if not self.has_work:
             # What the next requests find must not depend on those that have finished.
             self.cache.drop_unused()
+            self._prefixes = PromptPrefixes()
         return finished
 
     def _open_requests(self) -> list[_Opened]:
@@ -194,31 +204,49 @@ class EmbeddedEngine(PolicyEngine):
         if len(self._ready) >= num_free + max(1, num_rows // 16):
             return []
         num_wanted = started_sequences(num_rows) - self.num_held - len(self._ready)
+        self._prefixes.add(self._added)
+        self._added = []
         chosen: list[GroupRequest] = []
         num_tokens = 0
+        new_prefixes = set[bytes]()
         while self._waiting and num_wanted > 0:
-            num_tokens += self._num_to_compute(self._waiting[0])
+            num_tokens += self._num_to_compute(self._waiting[0], new_prefixes)
             if chosen and num_tokens > MAX_PREFILL_TOKENS:
                 break
             chosen.append(self._waiting.popleft())
             num_wanted -= chosen[-1].num_generations
         return self._with_nodes(chosen)
 
-    def _num_to_compute(self, request: GroupRequest) -> int:
-        """Return how many tokens of a prompt are not stored yet."""
-        num_found = 0
+    def _num_to_compute(self, request: GroupRequest, new_prefixes: set[bytes]) -> int:
+        """Return how many tokens of a prompt are not stored yet. `new_prefixes`: beginnings that
+        the step computes for other prompts; those that it computes for this one are added."""
+        ids = _ids_of(request)
         if request.family is not None:
             rows = self._stored_rows(request.family)
-            num_found = self.cache.num_found(request.family, _ids_of(request), rows)
-        return len(request.prompt_ids) - num_found
+            return len(ids) - self.cache.num_found(request.family, ids, rows)
+        num_found = 0
+        node: Node | None = None
+        for cut in self._cuts_of(request):
+            prefix = ids[:cut]
+            node = self.cache.tree.prefix(prefix, node)
+            if node is not None or prefix.tobytes() in new_prefixes:
+                num_found = cut
+            new_prefixes.add(prefix.tobytes())
+        return len(ids) - num_found
+
+    def _cuts_of(self, request: GroupRequest) -> list[int]:
+        """Return the lengths of the beginnings that a prompt without a family shares."""
+        return self._prefixes.cuts_of(_ids_of(request)) if _may_share(request) else []
 
     def _with_nodes(self, requests: Sequence[GroupRequest]) -> list[_Opened]:
         alone = [request for request in requests if request.family is None]
-        roots = iter(self.cache.add_roots([_ids_of(request) for request in alone]))
+        prompts = [_ids_of(request) for request in alone]
+        cuts = [self._cuts_of(request) for request in alone]
+        nodes_alone = iter(self.cache.add_prompts(prompts, cuts))
         opened = []
         for request in requests:
             if request.family is None:
-                node = next(roots)
+                node = next(nodes_alone)
             else:
                 node = self._node_in_family(request, request.family)
             for _ in range(request.num_generations):
@@ -426,7 +454,9 @@ class EmbeddedEngine(PolicyEngine):
         active = self._rows[:n]
         resumed = self._rows[n : n + len(fed)]
         prompts = [node for node in new_nodes if node.parent is None and node.num_stored == 0]
-        continuing = [node for node in new_nodes if node not in prompts]
+        others = [node for node in new_nodes if node not in prompts]
+        behind_prefixes = [node for node in others if node.family is None]
+        continuing = [node for node in others if node.family is not None]
         parts = _Tokens()
         newest = active["tokens"][np.arange(n), active["count"] - 1]
         logits_at = parts.add(newest, active["position"] + active["shift"]).tolist()
@@ -437,7 +467,7 @@ class EmbeddedEngine(PolicyEngine):
             logits_at.append(numbers[-1])
         last_of = dict[Node, int]()
         pictures = list[RowPictures]()
-        for node in (*continuing, *prompts):
+        for node in (*continuing, *behind_prefixes, *prompts):
             first = node.start + node.num_stored
             positions = np.arange(first, node.stop)
             numbers = parts.add(node.ids[first:], positions)
@@ -456,6 +486,7 @@ class EmbeddedEngine(PolicyEngine):
             resumed,
             [len(tokens) for tokens in fed],
             continuing=continuing,
+            behind_prefixes=behind_prefixes,
             prompts=prompts,
             spans=self._spans_of(parts.ids(), pictures),
             device=device,
@@ -586,26 +617,27 @@ class EmbeddedEngine(PolicyEngine):
             rows = np.arange(self.num_held, self.num_held + number)
             self.num_held += number
             prompts = dict[int, Node]()  # by row
-            copied = set[int]()
+            copied = dict[int, Sequence[Node]]()
             for row in rows.tolist():
                 sequence = self._ready.popleft()
                 assert sequence.node is not None
                 prompts[row] = sequence.node
-                is_copied = self._start_row(row, sequence, prompts[row])
-                if is_copied:
-                    copied.add(row)
+                nodes = self._start_row(row, sequence, prompts[row])
+                if nodes:
+                    copied[row] = nodes
             self.cache.start_rows(prompts, copied)
             self._stop_complete(rows[self._rows["count"][rows] > 0])
             self._arrange()
 
-    def _start_row(self, row: int, sequence: _Sequence, prompt: Node) -> bool:
-        """Start a sequence behind its prompt's node. Return whether the node is to be copied to the
-        row."""
-        is_copied = self.cache.is_copied(prompt, sequence.limit)
+    def _start_row(self, row: int, sequence: _Sequence, prompt: Node) -> Sequence[Node]:
+        """Start a sequence behind its prompt's node. Return the nodes to copy to the row: that one,
+        with others before it, or none."""
+        copied = self.cache.copied(prompt, sequence.limit)
         sequence.row_start = prompt.stop
-        if is_copied:
-            sequence.row_start = prompt.start
-            sequence.node = prompt.parent
+        if copied:
+            first = copied[0]
+            sequence.row_start = first.start
+            sequence.node = first.parent
             self.cache.tree.use(sequence.node)
         # Where the first tokens are inserted, the newest one is the prompt's last.
         count = 1 if sequence.inserted is None else 0
@@ -623,7 +655,7 @@ class EmbeddedEngine(PolicyEngine):
         state["tokens"][0] = sequence.first_token
         state["logprobs"][0] = sequence.first_logprob
         state["is_sampled"][:] = True
-        return is_copied
+        return copied
 
 
 class _Tokens:
@@ -651,6 +683,12 @@ class _Tokens:
 
 def _ids_of(request: GroupRequest) -> Int32:
     return np.asarray(request.prompt_ids, dtype=np.int32)
+
+
+def _may_share(request: GroupRequest) -> bool:
+    """Whether the prompt may continue what prompts of other requests begin with. The placeholders
+    of pictures are the same tokens for every picture."""
+    return request.family is None and request.media is None
 
 
 def _turn_limit(sequence: _Sequence, start: int) -> int:

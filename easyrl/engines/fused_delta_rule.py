@@ -36,15 +36,16 @@ MATRICES = {
 VECTORS = {"A_log", "dt_bias"}
 
 
-def fuse_steps(policy: Policy) -> int:
-    """Let layers compute single tokens with `DeltaStep`, where it is exact. Return their number."""
+def fuse_steps(policy: Policy) -> None:
+    """Let layers compute single tokens with `DeltaStep`, where it is exact."""
     for parameter in policy.model.parameters():
         if parameter.dtype != torch.float32 or not parameter.is_cpu:
-            return 0
-    return sum(_fuse_step(layer) for layer in find_layers(policy.model))
+            return
+    for layer in find_layers(policy.model):
+        _fuse_step(layer)
 
 
-def _fuse_step(layer: Any) -> bool:
+def _fuse_step(layer: Any) -> None:
     mixer = layer.forward
     assert isinstance(mixer, RecurrentMixer)
     mixer.step = None
@@ -53,7 +54,6 @@ def _fuse_step(layer: Any) -> bool:
         step = DeltaStep(layer)
         if _shows_all_weights(layer) and _equals(step, mixer, layer):
             mixer.step = step
-    return mixer.step is not None
 
 
 def _shows_all_weights(layer: nn.Module) -> bool:
@@ -137,7 +137,7 @@ class DeltaStep:
         layer = self._layer
         num_rows = len(x)
         key_size = layer.head_k_dim
-        query, key, value = channels.split(self._sizes, dim=-1)
+        query, key, value = torch.split(channels, self._sizes, dim=-1)
         both = torch.stack([query, key]).view(2, num_rows, -1, key_size)
         squares = both.square().sum(dim=-1, keepdim=True)
         both = both * torch.rsqrt(squares + EPS)

@@ -5,7 +5,15 @@ The sizes are the largest ones: prompts and completions have the greatest length
 
 from dataclasses import dataclass, replace
 
-from easyrl.engines import MAX_PREFILL_TOKENS, SLOT_STEP, padded, row_cells, started_sequences
+from easyrl.engines import (
+    MAX_PREFILL_TOKENS,
+    MAX_PREFIXES,
+    SLOT_STEP,
+    padded,
+    row_cells,
+    started_sequences,
+)
+from easyrl.model import FEATURES_BYTES
 from easyrl.model.files import DTYPE_BYTES, FLOAT_BYTES, ModelSize
 from easyrl.processes import MemoryNeed
 
@@ -62,6 +70,8 @@ def weights_needs(model: ModelSize, load: EngineLoad) -> list[MemoryNeed]:
     dtype_bytes = DTYPE_BYTES[load.dtype]
     weights = dtype_bytes * (model.num_weights + model.num_frozen_weights)
     needs = [MemoryNeed("weights", weights, WEIGHTS_KEYS, is_certain=True)]
+    if model.num_frozen_weights:
+        needs.append(MemoryNeed("features of pictures", FEATURES_BYTES))
     if model.num_trained is not None:  # LoRA: adapters are added to a copy
         bare = dtype_bytes * model.layer_weights
         key = "model.lora.target_modules"
@@ -106,9 +116,10 @@ def num_nodes(load: EngineLoad) -> int:
     """Return how many nodes the embedded engine's cache has room for."""
     # In training, the last completions of as many groups again may be in flight.
     num_prompts = min(load.num_started, 2 * load.num_prompts_started)
+    num_nodes = num_prompts + MAX_PREFIXES
     if load.has_graphs:
-        num_prompts = padded(num_prompts, SLOT_STEP)
-    return num_prompts
+        num_nodes = padded(num_nodes, SLOT_STEP)
+    return num_nodes
 
 
 def logits_bytes(model: ModelSize, load: EngineLoad) -> int:

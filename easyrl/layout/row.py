@@ -3,15 +3,18 @@
     RolloutGroup, … ──► [prompt | completion | completion …][prompt | completion …] ──► MicroBatch
 
 The unit of packing is one rollout: a group larger than the budget is split, and its prompt is
-repeated in each part. An agent's episode is one rollout, whose tokens are a tree. Where prompts are
+repeated in each part. An agent's episode is one rollout, whose tokens are a tree. Prompts of a row
+that begin alike share their beginning (`prefixes`), as do contexts that agents begin anew; prompts
+with pictures do not, because the same placeholders may stand for other pictures. Where prompts are
 not shared (`model.attention`), the row consists of whole sequences, one for each leaf of an
 episode; the first that contains a token trains it. Which rollouts share a micro-batch is a function
-of their order and lengths alone (docs/design.md, Invariants).
+of their order, lengths and tokens alone (docs/design.md, Invariants).
 
 Shapes: T tokens of the packed row, K completion tokens in it, C completions; P tokens of a prompt,
 R of a completion.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,6 +23,7 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
+from easyrl.layout.prefixes import Beginning, Prefixes, PrefixIds, merge_prefixes
 from easyrl.layout.tree import NONE, Arrangement, Ints, TokenTree
 from easyrl.types import (
     Bool,
@@ -32,6 +36,17 @@ from easyrl.types import (
     RowPictures,
     no_tokens,
 )
+
+MIN_SHARED_TOKENS = 16
+MIN_SHARED_PART = 0.06
+"""A beginning in common is shared if it has so many tokens, and is this part of its group's tokens.
+Attention to one more node takes the time of 4 to 6 % of the tokens below it (tiny model on one
+core, 12 to 256 tokens in a completion): a few tokens in common by chance do not pay."""
+
+
+def min_shared(num_tokens: int) -> int:
+    """Return the fewest tokens that a group of so many tokens shares with others."""
+    return max(MIN_SHARED_TOKENS, math.ceil(MIN_SHARED_PART * num_tokens))
 
 
 @dataclass(frozen=True)
@@ -53,21 +68,48 @@ class Rollout:
     teacher_prompt_ids: Int32 = field(default_factory=no_tokens)
     """The prompt [P'] that the teacher reads. Empty: it reads the same one."""
     pictures: tuple[Picture, ...] = ()  # of the prompt
-
-    def num_tokens_behind(self, previous: Self | None, *, shares_prompts: bool = True) -> int:
-        """Return how many tokens this rollout adds to a row that ends with `previous`."""
-        # The policy's row and the teacher's row have the same budget.
-        num_prompt = max(len(self.prompt_ids), len(self.teacher_prompt_ids))
-        num_completion = len(self.completion_ids)
-        if shares_prompts:
-            has_its_prompt = previous is not None and previous.prompt_index == self.prompt_index
-            return num_completion if has_its_prompt else num_prompt + num_completion
-        if self.predecessors is not None:
-            return self._num_repeated_tokens
-        return num_prompt + num_completion
+    num_group_tokens: int = 0
+    """Tokens of its group: the prompt, and the completions that are trained."""
 
     @cached_property
-    def _num_repeated_tokens(self) -> int:
+    def prompt_prefix(self) -> PrefixIds:
+        return PrefixIds.of(self.prompt_ids)
+
+    @cached_property
+    def teacher_prefix(self) -> PrefixIds:
+        return PrefixIds.of(self.teacher_prompt_ids)
+
+    @cached_property
+    def contexts(self) -> list[Beginning]:
+        """The contexts that an agent began anew, up to their first trained token. Their tokens are
+        numbered as in `[P | R]`."""
+        if self.predecessors is None:
+            return []
+        num_prompt = len(self.prompt_ids)
+        num_completion = len(self.completion_ids)
+        continues_last = self.predecessors == num_prompt - 1 + np.arange(num_completion)
+        is_beginning = continues_last & ~self.loss_mask
+        fewest = min_shared(num_completion)
+        contexts = list[Beginning]()
+        for first in np.flatnonzero(self.predecessors == NONE).tolist():
+            others = np.flatnonzero(~is_beginning[first + 1 :])
+            length = 1 + int(others[0]) if len(others) else num_completion - first
+            start = num_prompt + first
+            contexts.append(Beginning(start, start + length, fewest))
+        return contexts
+
+    @cached_property
+    def context_prefixes(self) -> list[PrefixIds]:
+        """The token ids of `contexts`."""
+        num_prompt = len(self.prompt_ids)
+        prefixes = list[PrefixIds]()
+        for context in self.contexts:
+            ids = self.completion_ids[context.start - num_prompt : context.stop - num_prompt]
+            prefixes.append(PrefixIds.of(ids))
+        return prefixes
+
+    @cached_property
+    def num_repeated_tokens(self) -> int:
         """Number of tokens of all its sequences, each with its whole path."""
         laid_out = _lay_out([self], shares_prompts=False)
         return len(laid_out.row.tokens)
@@ -123,27 +165,31 @@ def split_group(
     unless there is a KL term or an entropy bonus (`keep_zero_advantages`).
     """
     mask = group.trained_mask(mask_truncated=mask_truncated)
+    slices = group.completion_slices()
+    num_group_tokens = len(group.prompt_ids)
+    is_trained = list[bool]()
+    for where, advantage in zip(slices, group.advantages, strict=True):
+        has_gradient = advantage != 0.0 or keep_zero_advantages
+        is_trained.append(bool(mask[where].any()) and has_gradient)
+        if is_trained[-1]:
+            num_group_tokens += where.stop - where.start
     rollouts = list[Rollout]()
     pictures = group.pictures
-    for where, advantage, predecessors in zip(
-        group.completion_slices(),
-        group.advantages,
-        _predecessors_of_completions(group),
-        strict=True,
-    ):
-        is_trained = mask[where].any() and (advantage != 0.0 or keep_zero_advantages)
-        if not is_trained:
+    for number, predecessors in enumerate(_predecessors_of_completions(group)):
+        if not is_trained[number]:
             continue
+        where = slices[number]
         rollout = Rollout(
             prompt_index=group.prompt_index,
             prompt_ids=group.prompt_ids,
             completion_ids=group.completion_ids[where],
             rollout_logprobs=group.rollout_logprobs[where],
             loss_mask=mask[where],
-            advantage=float(advantage),
+            advantage=float(group.advantages[number]),
             predecessors=predecessors,
             teacher_prompt_ids=group.teacher_prompt_ids,
             pictures=pictures,
+            num_group_tokens=num_group_tokens,
         )
         rollouts.append(rollout)
     return rollouts
@@ -172,6 +218,7 @@ class _LaidOut(NamedTuple):
 
     row: Arrangement
     logits_at: Ints  # [K] place in the row of the token that predicts each completion token
+    beginnings: list[Beginning]  # in the row: of the prompt and of contexts that agents begin anew
 
 
 def _lay_out(rollouts: Sequence[Rollout], *, shares_prompts: bool) -> _LaidOut:
@@ -191,11 +238,102 @@ def _lay_out(rollouts: Sequence[Rollout], *, shares_prompts: bool) -> _LaidOut:
     # used, since its loss is masked.
     predictors = before[num_prompt:].clip(min=0)
     places = row.first_places(len(before))
-    return _LaidOut(row, places[predictors])
+    if rollouts[0].pictures:
+        return _LaidOut(row, places[predictors], beginnings=[])
+    beginnings = [Beginning(0, num_prompt, min_shared(rollouts[0].num_group_tokens))]
+    shift = 0  # of the next completion
+    for rollout in rollouts:
+        for context in rollout.contexts:
+            start = int(places[shift + context.start])
+            stop = start + context.stop - context.start
+            beginnings.append(Beginning(start, stop, context.min_shared))
+        shift += len(rollout.completion_ids)
+    return _LaidOut(row, places[predictors], beginnings)
+
+
+class OpenRow:
+    """A row that rollouts are added to one by one, and the number of its tokens."""
+
+    def __init__(self, *, shares_prompts: bool = True) -> None:
+        self.rollouts = list[Rollout]()
+        self.num_tokens = 0
+        self._shares_prompts = shares_prompts
+        self._prefixes = Prefixes()  # of prompts and contexts
+        self._teacher_prefixes = Prefixes()  # of the teacher's prompts, in the teacher's row
+
+    def num_more(self, rollout: Rollout) -> int:
+        """Return how many tokens the rollout would add."""
+        if not self._shares_prompts:
+            return self._num_alone(rollout)
+        num_more = len(rollout.completion_ids)
+        if rollout.pictures:
+            num_prompt = max(len(rollout.prompt_ids), len(rollout.teacher_prompt_ids))
+            return num_more if self._has_prompt_of(rollout) else num_prompt + num_more
+        of_rollout = Prefixes()  # contexts of one rollout share their beginnings, too
+        if not self._has_prompt_of(rollout):
+            num_more += self._num_of_prompt(rollout)
+            of_rollout.add(rollout.prompt_prefix)
+        fewest = min_shared(len(rollout.completion_ids))
+        for ids in rollout.context_prefixes:
+            others = _num_shared(self._prefixes, ids, fewest)
+            own = _num_shared(of_rollout, ids, fewest)
+            num_more -= max(others, own)
+            of_rollout.add(ids)
+        return num_more
+
+    def add(self, rollout: Rollout) -> None:
+        self.num_tokens += self.num_more(rollout)
+        if self._shares_prompts and not rollout.pictures:
+            if not self._has_prompt_of(rollout):
+                self._prefixes.add(rollout.prompt_prefix)
+                self._teacher_prefixes.add(rollout.teacher_prefix)
+            for ids in rollout.context_prefixes:
+                self._prefixes.add(ids)
+        self.rollouts.append(rollout)
+
+    def _has_prompt_of(self, rollout: Rollout) -> bool:
+        return bool(self.rollouts) and self.rollouts[-1].prompt_index == rollout.prompt_index
+
+    def _num_of_prompt(self, rollout: Rollout) -> int:
+        """Return how many tokens a prompt adds. The policy's row and the teacher's row have the
+        same budget."""
+        fewest = min_shared(rollout.num_group_tokens)
+        shared = _num_shared(self._prefixes, rollout.prompt_prefix, fewest)
+        shared_by_teacher = _num_shared(self._teacher_prefixes, rollout.teacher_prefix, fewest)
+        of_policy = len(rollout.prompt_ids) - shared
+        of_teacher = len(rollout.teacher_prompt_ids) - shared_by_teacher
+        return max(of_policy, of_teacher)
+
+    @staticmethod
+    def _num_alone(rollout: Rollout) -> int:
+        """Return how many tokens whole sequences have."""
+        if rollout.predecessors is not None:
+            return rollout.num_repeated_tokens
+        num_prompt = max(len(rollout.prompt_ids), len(rollout.teacher_prompt_ids))
+        return num_prompt + len(rollout.completion_ids)
+
+
+def _moved(pictures: RowPictures, places: Ints) -> RowPictures:
+    """Return the pictures of a prompt whose tokens have other places in the row. What shows
+    pictures shares nothing with others, and stays together."""
+    shift = int(places[pictures.start]) - pictures.start
+    return replace(
+        pictures,
+        start=pictures.start + shift,
+        stop=pictures.stop + shift,
+        end=pictures.end + shift,
+    )
+
+
+def _num_shared(prefixes: Prefixes, ids: PrefixIds, fewest: int) -> int:
+    """Return how many tokens are shared with others."""
+    length = prefixes.longest_shared(ids).length
+    return length if length >= fewest else 0
 
 
 def pack(rollouts: Sequence[Rollout], *, shares_prompts: bool = True) -> MicroBatch:
-    """Pack rollouts into a row. Consecutive rollouts of one prompt share it (`shares_prompts`).
+    """Pack rollouts into a row. Consecutive rollouts of one prompt share it (`shares_prompts`), and
+    prompts that begin alike share their beginning.
 
     If the teacher has its own prompts, the micro-batch has a second row for it (`for_teacher`).
     """
@@ -203,21 +341,27 @@ def pack(rollouts: Sequence[Rollout], *, shares_prompts: bool = True) -> MicroBa
     ids = list[Int32]()
     logits_at = list[Ints]()
     pictures = list[RowPictures]()
+    beginnings = list[Beginning]()
     start = 0  # of the next tree in the row
     laid_out_together = _sharing_a_prompt(rollouts) if shares_prompts else _each_alone(rollouts)
     for sharing in laid_out_together:
-        row, at = _lay_out(sharing, shares_prompts=shares_prompts)
+        row, at, own_beginnings = _lay_out(sharing, shares_prompts=shares_prompts)
         parts = [sharing[0].prompt_ids]
         parts += (rollout.completion_ids for rollout in sharing)
         tokens = np.concatenate(parts)
         trees.append(row.tree)
         ids.append(tokens[row.tokens])
         logits_at.append(start + at)
+        if shares_prompts:
+            for first, stop, fewest in own_beginnings:
+                beginnings.append(Beginning(start + first, start + stop, fewest))
         end = start + len(row.tokens)
         if sharing[0].pictures:
             stop = start + len(sharing[0].prompt_ids)
             pictures.append(RowPictures(sharing[0].pictures, start, stop, end))
         start = end
+    every_id = np.concatenate(ids)
+    merged = merge_prefixes(trees, every_id, beginnings)
 
     for_teacher = None
     if len(rollouts[0].teacher_prompt_ids):
@@ -228,16 +372,16 @@ def pack(rollouts: Sequence[Rollout], *, shares_prompts: bool = True) -> MicroBa
     lengths = list(map(len, completions))
     advantages = np.array([rollout.advantage for rollout in rollouts], dtype=np.float32)
     return MicroBatch(
-        input_ids=np.concatenate(ids).astype(np.int64),
-        tree=TokenTree.joined(trees),
-        logits_at=np.concatenate(logits_at).astype(np.int64),
+        input_ids=every_id[merged.row.tokens].astype(np.int64),
+        tree=merged.row.tree,
+        logits_at=merged.places[np.concatenate(logits_at)].astype(np.int64),
         targets=np.concatenate(completions).astype(np.int64),
         completion_of_token=np.repeat(np.arange(len(rollouts)), lengths),
         rollout_logprobs=np.concatenate([rollout.rollout_logprobs for rollout in rollouts]),
         loss_mask=np.concatenate([rollout.loss_mask for rollout in rollouts]),
         advantages=np.repeat(advantages, lengths),
         for_teacher=for_teacher,
-        pictures=tuple(pictures),
+        pictures=tuple(_moved(each, merged.places) for each in pictures),
     )
 
 

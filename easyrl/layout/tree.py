@@ -20,7 +20,6 @@ Shapes: N nodes, T tokens of all nodes.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -70,7 +69,7 @@ class TokenTree:
         starts = _first_tokens(predecessors, cuts)
         lengths = np.diff(starts, append=len(predecessors))
         node_of_token = np.repeat(np.arange(len(starts)), lengths)
-        parents = _renumbered(predecessors[starts], node_of_token)
+        parents = renumbered(predecessors[starts], node_of_token)
         return cls(lengths, parents)
 
     @classmethod
@@ -82,7 +81,7 @@ class TokenTree:
         for tree in trees:
             numbers = np.arange(num_nodes, num_nodes + tree.num_nodes)
             lengths.append(tree.lengths)
-            parents.append(_renumbered(tree.parents, numbers))
+            parents.append(renumbered(tree.parents, numbers))
             num_nodes += tree.num_nodes
         return cls(np.concatenate(lengths), np.concatenate(parents))
 
@@ -128,7 +127,7 @@ class TokenTree:
         """Number [T] of the token that each token continues, or NONE."""
         before = np.arange(-1, self.num_tokens - 1)
         last_tokens = self.stops - 1
-        before[self.starts] = _renumbered(self.parents, last_tokens)
+        before[self.starts] = renumbered(self.parents, last_tokens)
         return before
 
     @cached_property
@@ -194,7 +193,7 @@ class TokenTree:
         tokens = self.tokens_of(order)
         places = np.empty_like(tokens)  # where each token of this tree stands in the row
         places[tokens] = np.arange(len(tokens))
-        before = _renumbered(self.predecessors[tokens], places)
+        before = renumbered(self.predecessors[tokens], places)
         cut_places = places[list(cuts)]
         row = TokenTree.of_predecessors(before, cut_places)
         return Arrangement(row, tokens)
@@ -229,91 +228,7 @@ class Arrangement(NamedTuple):
         return places
 
 
-class Merged(NamedTuple):
-    """Trees with their common beginnings joined; see `merge_prefixes`."""
-
-    row: Arrangement  # its tokens are numbered as in `TokenTree.joined(trees)`
-    places: Ints  # [T] place in the row of each token of the joined trees
-
-    @property
-    def num_saved(self) -> int:
-        """Tokens that the row has fewer than the trees."""
-        return len(self.places) - len(self.row.tokens)
-
-
-def merge_prefixes(trees: Sequence[TokenTree], ids: Ints, *, min_shared: int = 1) -> Merged:
-    """Join the roots of trees that begin with the same token ids, as far as they are the same.
-
-        tree 0   A B C ─┬─ R        A B ─┬─ C ─┬─ R
-                        └─ S   ──►       │     └─ S
-        tree 1   A B D ─── T             └─ D ─── T
-
-    `ids` [T]: token ids of all trees, one tree after the other. A root joins the one before it that
-    shares the longest beginning with it, if that has at least `min_shared` tokens: a node costs
-    some time of its own, so that a few tokens in common by chance do not pay.
-
-    Only roots are compared. Two completions of one prompt may well begin with the same token, but
-    joining these would cut the row into many short nodes.
-    """
-    joined = TokenTree.joined(trees)
-    num_tokens = joined.num_tokens
-    kept = np.arange(num_tokens)  # [T] the token that stands in the row for each token
-    roots = list[_Root]()  # those before, sorted by their bytes
-    for node in np.flatnonzero(joined.parents == NONE):
-        start = int(joined.starts[node])
-        stop = int(joined.stops[node])
-        root = _Root.of(ids[start:stop], start)
-        place = bisect_left(roots, root)
-        # Of sorted strings, those right beside one share the longest beginnings with it.
-        num_shared = 0
-        shared_from = NONE
-        neighbours = roots[max(place - 1, 0) : place + 1]
-        for other in neighbours:
-            num_common = _num_common_tokens(root, other)
-            if num_common > num_shared:
-                num_shared = num_common
-                shared_from = other.start
-        if num_shared >= min_shared:
-            kept[start : start + num_shared] = kept[shared_from : shared_from + num_shared]
-        roots.insert(place, root)
-
-    is_kept = kept == np.arange(num_tokens)
-    tokens = np.flatnonzero(is_kept)
-    numbers = np.zeros(num_tokens, np.int64)  # of the tokens that stay, among these
-    numbers[tokens] = np.arange(len(tokens))
-    before = _renumbered(joined.predecessors[tokens], numbers[kept])
-    # A node of the trees stays a node, so that trees that share nothing stay as they are.
-    first_tokens = joined.starts[is_kept[joined.starts]]
-    cuts = numbers[first_tokens].tolist()
-    arranged = TokenTree.of_predecessors(before, cuts).depth_first(cuts)
-    row = Arrangement(arranged.tree, tokens[arranged.tokens])
-    places = row.first_places(num_tokens)
-    return Merged(row, places[kept])
-
-
-class _Root(NamedTuple):
-    """The beginning of a sequence. Roots are sorted by the bytes of their ids."""
-
-    ids: bytes  # of a fixed width each, so that equal ids are equal bytes
-    start: int  # number of its first token
-
-    @classmethod
-    def of(cls, ids: Ints, start: int) -> Self:
-        return cls(ids.astype(np.int64).tobytes(), start)
-
-
-def _num_common_tokens(one: _Root, other: _Root) -> int:
-    """Return the length of the longest beginning that both have."""
-    ids = np.frombuffer(one.ids, np.int64)
-    others = np.frombuffer(other.ids, np.int64)
-    num_compared = min(len(ids), len(others))
-    is_different = ids[:num_compared] != others[:num_compared]
-    if is_different.any():
-        return int(is_different.argmax())
-    return num_compared
-
-
-def _renumbered(tokens: Ints, numbers: Ints) -> Ints:
+def renumbered(tokens: Ints, numbers: Ints) -> Ints:
     """Return the new number of each of these tokens or nodes; NONE stays NONE."""
     return np.where(tokens == NONE, NONE, numbers[tokens])
 

@@ -134,6 +134,13 @@ def read_tensors(
     load(tensors, storage_reader=reader, process_group=process_group, no_dist=is_alone)
 
 
+def names_in(folder: Path) -> set[str]:
+    """Return the names of the trained parameters in a checkpoint."""
+    reader = hf_storage.HuggingFaceStorageReader(str(folder))
+    stored = reader.read_metadata().state_dict_metadata
+    return {name.removeprefix(OF_MODEL) for name in stored if name.startswith(OF_MODEL)}
+
+
 def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the trained parameters by their names."""
     trained: dict[str, nn.Parameter] = {}

@@ -17,7 +17,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from secrets import token_hex
 from typing import Any, Literal
@@ -84,10 +84,10 @@ def export_checkpoint(
     if os.path.lexists(folder) and not (force and (folder / "config.json").is_file()):
         raise ConfigError(f"DIR: expected a new folder (or a model and --force), got '{folder}'")
     checkpoint = find_checkpoint(source, verify=verify)
-    from easyrl.model.checkpoint import read_tensors
-    from easyrl.model.loading import load_policy
+    from easyrl.model.checkpoint import names_in, read_tensors
+    from easyrl.model.loading import load_policy, picture_input
     from easyrl.model.saving import save_policy
-    from easyrl.model.towers import find_kept_parts
+    from easyrl.model.towers import find_kept_parts, has_tower_weights
 
     config = load_config(None, {**checkpoint.state["config"], TRUST: trust})
     model = config.model
@@ -97,9 +97,16 @@ def export_checkpoint(
             f"model.path: the files of {model.path} have changed since the run of "
             f"'{checkpoint.path}' started; restore them"
         )
-    tokenizer = files.tokenizer_of(ModelSpec.of(config))
+    spec = ModelSpec.of(config)
+    tokenizer = files.tokenizer_of(spec)
     trained = "float32" if model.lora.rank is None else model.dtype  # as in the trainer
-    policy = load_policy(model.path, trust_remote_code=trust, dtype=trained)
+    if model.vision == "trained":
+        model_config = files.model_config_of(spec)
+        has_tower = has_tower_weights(model_config, names_in(checkpoint.path))
+        spec = replace(spec, has_pictures=has_tower)
+    policy = load_policy(
+        model.path, trust_remote_code=trust, dtype=trained, pictures=picture_input(spec)
+    )
     kept = find_kept_parts(model.path, policy.model)
     if model.lora.rank is not None:
         policy.add_adapter(model.lora, path=model.path, seed=config.runtime.seed)

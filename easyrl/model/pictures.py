@@ -31,6 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from easyrl.model import FEATURES_BYTES
 from easyrl.model.mixers.interface import Spans
 from easyrl.types import Picture, RowPictures
 
@@ -43,9 +44,6 @@ PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
 """Names in configurations of the tokens that stand for something else than text."""
 TOWER_STATES = ("last_hidden_state", "hidden_states", "attentions")
 """Parts of a tower's output that the model's forward does not read."""
-MAX_KEPT_BYTES = 2**28
-"""Most memory for the features of a frozen tower that are kept. 256 MiB hold a million tokens of a
-model of width 64, or 30,000 of one of width 2,048 in float32."""
 
 
 class Encoded(NamedTuple):
@@ -251,10 +249,10 @@ class Vision:
         )
 
     def _keep(self, pictures: tuple[str, ...], encoded: Encoded) -> None:
-        """Keep features, and drop those that were not used for longest beyond MAX_KEPT_BYTES."""
+        """Keep features, and drop those that were not used for longest beyond FEATURES_BYTES."""
         self._kept[pictures] = encoded
         self._num_kept_bytes += _num_bytes(encoded)
-        while self._num_kept_bytes > MAX_KEPT_BYTES:
+        while self._num_kept_bytes > FEATURES_BYTES:
             _, dropped = self._kept.popitem(last=False)
             self._num_kept_bytes -= _num_bytes(dropped)
 

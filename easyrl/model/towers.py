@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from easyrl.config import ConfigError
 from easyrl.data.hub import KEY, download_small_files, model_folder
 from easyrl.model.kept_parts import PROCESSOR_FILES, KeptParts
-from easyrl.model.pictures import frozen_tower, text_parts
+from easyrl.model.pictures import frozen_tower, text_parts, tower_parameters
 from easyrl.model.text_part import picture_class, whole_class
 from easyrl.model.weight_files import read_headers, weight_files
 
@@ -202,6 +202,20 @@ def find_kept_parts(path: str, model: Any) -> KeptParts | None:
         return None
     download_small_files(path, PROCESSOR_FILES)  # the hub's clients have loaded the others
     return KeptParts(folder, weight_files(folder), kept)
+
+
+def has_tower_weights(config: Any, names: Iterable[str]) -> bool:
+    """Return whether parameters with these names, or adapters beside such, are of a tower in the
+    model of a configuration."""
+    if picture_class(config) is None:
+        return False
+    model = meta_model(config, has_trained_tower=True)
+    tower = set(tower_parameters(model))
+    modules = set[str]()
+    for name, parameter in model.named_parameters():
+        if parameter in tower:
+            modules.add(name.rpartition(".")[0])
+    return any(name.startswith(tuple(f"{module}." for module in modules)) for name in names)
 
 
 class Parts(NamedTuple):

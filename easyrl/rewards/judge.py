@@ -258,7 +258,7 @@ class Judge:
         for question in different:
             for sample in range(num_samples):
                 tasks.append(self._ask(question, num_scores, sample, counts))
-        answers = await asyncio.gather(*tasks, return_exceptions=True)
+        answers: list[Any] = await asyncio.gather(*tasks, return_exceptions=True)
         for name in COUNTS:
             log_metric(name, counts[name])
         _raise_first_error(answers)

@@ -457,7 +457,8 @@ def choose_engine(
     has_pictures: bool = False,
 ) -> EngineChoice:
     """Choose the engine for devices `infer`, in torch of the kind `accelerator` if not the CPU.
-    `is_planned`: vLLM need not be installed; `has_pictures`: prompts have some. Raises ConfigError for an engine that cannot run."""
+    `is_planned`: vLLM need not be installed; `has_pictures`: prompts have some. Raises ConfigError
+    for an engine that cannot run."""
     wanted = spec.name
     size = spec.tensor_parallel_size
     kind = "cpu" if infer.kind == "cpu" else accelerator

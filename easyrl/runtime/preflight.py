@@ -99,6 +99,9 @@ def check_run(
     )
     prompts = datasets.open_prompts(spec.data)
     spec = spec.with_pictures(prompts.has_pictures)
+    if prompts.has_pictures:
+        model = measure_model(spec.model)  # with its tower
+        checks.add(spec=spec)
     example = prompts.prompt(0)
     interfaces, warnings = find_interfaces(spec.episodes, example)
     checks.warnings += warnings
@@ -287,6 +290,7 @@ class _Planner:
         self._parts: Sequence[Part] = ()
         self._size: ModelSize | None = None
         self._is_tight = False  # by estimate, a memory does not suffice
+        self._has_checked_data = True  # unless its hub cannot be reached
         self._tokenizer_path = ""
 
     def plan_model(self, *, is_resumed: bool) -> None:
@@ -333,7 +337,8 @@ class _Planner:
         spec = self._spec
         try:
             prompts = datasets.open_prompts(spec.data)
-            spec = self._spec = spec.with_pictures(prompts.has_pictures)
+            if prompts.has_pictures:
+                spec = self._use_pictures()
             example = prompts.prompt(0)
             held_out = _find_held_out(self._config, spec, prompts)
         except HubUnreachable as error:
@@ -341,6 +346,7 @@ class _Planner:
             self.checks.warnings += warnings
             self.checks.add(example=None)
             self.checks.warnings.append(f"warning: not checked: {error}")
+            self._has_checked_data = False
             return
         interfaces, warnings = find_interfaces(spec.episodes, example)
         self.checks.warnings += warnings
@@ -359,6 +365,22 @@ class _Planner:
             *describe_first_prompt(spec, example, interfaces, renderer),
         ]
 
+    def _use_pictures(self) -> RunSpec:
+        """Plan with the model's tower. Return the run."""
+        self._spec = self._spec.with_pictures(True)
+        model = measure_model(self._spec.model, is_whole=False)
+        self._size = model.size
+        self.about_model = describe_weights(model, self._spec.model)
+        placement = resolve_placement(self._spec, self.placement.assumed)
+        self.placement = placement
+        parts = estimate_memory(self._spec, placement, model.size)
+        self._parts = parts
+        if parts:
+            self.about_memory = [memory_table(parts)]
+        self._is_tight = bool(find_shortages(parts))
+        self.checks.add(spec=self._spec, placement=placement, model=model, parts=parts)
+        return self._spec
+
     def _load_renderer(self, example: Prompt) -> PromptRenderer | None:
         """Load what renders the first prompt. Raises ConfigError: the model need not be here, and
         transformers makes an empty tokenizer for a folder without one."""
@@ -368,7 +390,7 @@ class _Planner:
             raise ConfigError("the model's folder has no tokenizer")
         return renderer
 
-    def propose_changes(self) -> Mapping[str, Any] | None:
+    def propose_changes(self) -> Changes | None:
         """Return settings with which the run fits; empty if it does, or if none can be proposed."""
         if self._size is None or not self._is_tight or self.placement.accelerator == "cpu":
             return {}
@@ -380,22 +402,25 @@ class _Planner:
         for memory, needed_bytes in bytes_by_memory(self._parts).items():
             if memory.num_bytes < math.inf:
                 shares[memory] = needed_bytes / memory.num_bytes
+        starts = "a run would start"
+        if not self._has_checked_data:
+            starts += " if its data, which were not checked, can be loaded"
         if not shares:
-            return "a run would start; whether its memory suffices is unknown"
+            return f"{starts}; whether its memory suffices is unknown"
         fullest = max(shares, key=lambda memory: shares[memory])
         taken = in_gib(shares[fullest] * fullest.num_bytes)
         about = f"{taken} of {in_gib(fullest.num_bytes)} on {fullest.name}"
         if self._is_tight:
-            return f"a run would start, but its memory may not suffice: at its peak {about}"
-        return f"a run would start: at its peak, by estimate, {about}"
+            return f"{starts}, but its memory may not suffice: at its peak {about}"
+        return f"{starts}: at its peak, by estimate, {about}"
 
     def try_lora(self) -> LoraTrial:
         """Find out whether the run fits with LoRA instead of all weights, and describe that."""
         others = "use more or larger devices, a smaller model, shorter sequences"
         if self._config.model.lora.rank is not None:
             return LoraTrial(None, others)
-        config = change_config(self._config, {LORA_KEY: LORA_RANK})
         try:
+            config = change_config(self._config, {LORA_KEY: LORA_RANK})
             size = measure_model(resolve(config).model, is_whole=False).size
         except ConfigError as error:
             return LoraTrial(None, f"{others}; LoRA was not tried: {error}")

@@ -29,7 +29,7 @@ import numpy as np
 
 from easyrl.channels.ring_buffer import Lease, RingPort
 from easyrl.config.spec import BatchSpec
-from easyrl.layout.row import EMPTY, Rollout, pack, split_group
+from easyrl.layout.row import EMPTY, OpenRow, Rollout, pack, split_group
 from easyrl.types import MicroBatch, RolloutGroup
 
 MIN_FILL = 0.05
@@ -194,7 +194,7 @@ class _UpdateSteps:
             lease = self._reader.next(self._update, wait=self._must_wait())
             if lease is not None:
                 yield from self._add_group(lease)
-            if not self._rows.rows:  # no rollout of these groups has a gradient
+            if not self._rows.open_rows:  # no rollout of these groups has a gradient
                 while self._leases:
                     self._leases.pop().release()
             elif lease is None or not self._num_left:
@@ -203,7 +203,7 @@ class _UpdateSteps:
 
     def _must_wait(self) -> bool:
         """Whether the step is too small to be trained before another group has arrived."""
-        if self._spec.is_deterministic or not self._rows.rows:
+        if self._spec.is_deterministic or not self._rows.open_rows:
             return True
         smallest = MIN_FILL * self._spec.max_tokens * self._num_ranks
         is_little = self._rows.num_tokens < smallest
@@ -245,24 +245,31 @@ class Rows:
     def __init__(self, max_tokens: int, *, shares_prompts: bool) -> None:
         self.max_tokens = max_tokens
         self.shares_prompts = shares_prompts
-        self.rows: list[list[Rollout]] = []
-        self.num_tokens = 0
-        self._num_free = 0  # tokens of the last row
+        self.open_rows: list[OpenRow] = []
+
+    @property
+    def rows(self) -> list[list[Rollout]]:
+        return [row.rollouts for row in self.open_rows]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_tokens for row in self.open_rows)
 
     def add(self, rollout: Rollout, max_rows: int | None = None) -> bool:
         """Add a rollout to the last row, or to a new one unless there are `max_rows`."""
-        previous = self.rows[-1][-1] if self.rows else None
-        num_tokens = rollout.num_tokens_behind(previous, shares_prompts=self.shares_prompts)
-        if previous is None or num_tokens > self._num_free:
-            if len(self.rows) == max_rows:
+        if not self._has_room(rollout):
+            if len(self.open_rows) == max_rows:
                 return False
-            self.rows.append([])
-            self._num_free = self.max_tokens
-            num_tokens = rollout.num_tokens_behind(None, shares_prompts=self.shares_prompts)
-        self.rows[-1].append(rollout)
-        self._num_free -= num_tokens
-        self.num_tokens += num_tokens
+            self.open_rows.append(OpenRow(shares_prompts=self.shares_prompts))
+        self.open_rows[-1].add(rollout)
         return True
+
+    def _has_room(self, rollout: Rollout) -> bool:
+        """Whether the last row has room for the rollout."""
+        if not self.open_rows:
+            return False
+        last = self.open_rows[-1]
+        return last.num_tokens + last.num_more(rollout) <= self.max_tokens
 
 
 def share_out(rows: Rows, num_ranks: int) -> list[list[Rollout]]:
@@ -279,8 +286,8 @@ def share_out(rows: Rows, num_ranks: int) -> list[list[Rollout]]:
 
     longest = 0  # tokens of a rollout that is alone in its row
     for rollout in rollouts:
-        num_tokens = rollout.num_tokens_behind(None, shares_prompts=rows.shares_prompts)
-        longest = max(longest, num_tokens)
+        alone = OpenRow(shares_prompts=rows.shares_prompts)
+        longest = max(longest, alone.num_more(rollout))
     budgets = range(longest, max(longest, rows.max_tokens) + 1)  # the last one suffices
     best = bisect_left(budgets, True, key=lambda budget: len(filled(budget)) <= num_ranks)
     shares = filled(budgets[best])

@@ -6,6 +6,7 @@ Forward and backward of a micro-batch are in `model.sizes`, a rollout worker's e
 
 from easyrl.config.spec import TokenLimits, TrainSpec
 from easyrl.engines.sizes import WEIGHTS_KEYS
+from easyrl.model import FEATURES_BYTES
 from easyrl.model.checkpoint_files import FILE_BYTES
 from easyrl.model.files import DTYPE_BYTES, FLOAT_BYTES, ModelSize
 from easyrl.model.sizes import activation_bytes, gathered_bytes, largest_batch
@@ -82,6 +83,8 @@ def _policy_needs(
         _certain("gradients", trained, keys, is_on_host=on_host),
         _certain("AdamW's two moments", 2 * trained, keys, is_on_host=on_host),
     ]
+    if model.num_frozen_weights:
+        needs.append(MemoryNeed("features of pictures", FEATURES_BYTES))
     if spec.loss.beta > 0.0 and not is_lora:  # LoRA's reference is the base without adapters
         keys = "algorithm.beta, train.offload"
         reference_on_host = "reference" in offloaded

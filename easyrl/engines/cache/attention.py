@@ -34,7 +34,14 @@ from easyrl.engines.cache.stores import Cells, Span
 from easyrl.layout.tree import NONE, Ints, TokenTree
 from easyrl.model.mixers.interface import LayerSettings, Spans
 from easyrl.model.mixers.recurrent import RunLayer
-from easyrl.model.mixers.sdpa import HIDDEN, Block, SdpaAttention, attend_block, group_sinks
+from easyrl.model.mixers.sdpa import (
+    HIDDEN,
+    Block,
+    Rows,
+    SdpaAttention,
+    attend_block,
+    group_sinks,
+)
 
 BUCKET_STEP = 64  # rows are sorted by their cells in steps of this many (`length_class`)
 BUCKET_NUMBERS = 40_000
@@ -45,7 +52,8 @@ class StepLayout:
     """The layout of a step.
 
     Its tokens are, in this order: the newest one of each active row; those of resumed rows; those
-    of nodes of which a part is stored, or what they continue; and those of whole prompts.
+    of nodes of which a part is stored, or what they continue; those of prompts behind a beginning
+    that others share; and those of whole prompts.
     """
 
     def __init__(
@@ -56,6 +64,7 @@ class StepLayout:
         num_new: Sequence[int],
         *,
         continuing: Sequence[Node],
+        behind_prefixes: Sequence[Node],
         prompts: Sequence[Node],
         spans: Spans | None = None,
         device: torch.device,
@@ -63,8 +72,8 @@ class StepLayout:
         """`rows` [n]: the state of the active rows (fields position, cell and slots: of the nodes
         that it continues, from the root on, then NONE), those of the highest length class first;
         `resumed` [m]: the state of the rows behind the active ones that have `num_new` [m] tokens
-        to process; `continuing`, `prompts`: nodes whose tokens are to be stored; `spans`: of the
-        step's tokens, all in its prompts."""
+        to process; `continuing`, `behind_prefixes`, `prompts`: nodes whose tokens are to be stored;
+        `spans`: of the step's tokens, all in its prompts."""
         self._cache = cache
         self._num_attended = 0  # layers with attention that have run
         self._prompts = prompts
@@ -76,6 +85,8 @@ class StepLayout:
             parts.append(of_resumed)
         if continuing:
             parts.append(_tokens_of_nodes(cache, continuing, device))
+        if behind_prefixes:
+            parts.append(_tokens_of_nodes(cache, behind_prefixes, device, are_whole=True))
         self._parts = list[tuple[NewTokens, slice]]()  # each with where its tokens stand
         self._first_of_prompts = 0
         for part in parts:
@@ -89,7 +100,8 @@ class StepLayout:
             self._packed = SdpaAttention(tree, device, of_prompts)
         self._states: StepStates | None = None
         if cache.states is not None:
-            runs = runs_of_step(len(rows), num_new, continuing, prompts)
+            nodes = [*continuing, *behind_prefixes, *prompts]
+            runs = runs_of_step(len(rows), num_new, nodes)
             self._states = StepStates(cache.states, runs, device)
 
     def scan(self, run: RunLayer, hidden: Tensor) -> Tensor:
@@ -152,7 +164,7 @@ class NewTokens:
         cache: NodeCache,
         numbers: Tensor,
         cells: Tensor,
-        own: RowBuckets | SharedKeys,
+        own: RowBuckets | SharedKeys | WholeNodes,
         levels: Sequence[Level],
         *,
         are_in_rows: bool = True,
@@ -295,8 +307,10 @@ def _tokens_of_resumed(
     return NewTokens(cache, numbers_on_device, cells_on_device, own, levels)
 
 
-def _tokens_of_nodes(cache: NodeCache, nodes: Sequence[Node], device: torch.device) -> NewTokens:
-    """The tokens of these nodes that are not stored yet."""
+def _tokens_of_nodes(
+    cache: NodeCache, nodes: Sequence[Node], device: torch.device, *, are_whole: bool = False
+) -> NewTokens:
+    """The tokens of these nodes that are not stored yet. `are_whole`: none of any node is."""
     slots = list[Ints]()
     cells = list[Ints]()
     positions = list[Ints]()
@@ -311,20 +325,27 @@ def _tokens_of_nodes(cache: NodeCache, nodes: Sequence[Node], device: torch.devi
         slots_above.append(np.repeat(above[None], num_new, axis=0))
     slot_of_token = np.concatenate(slots)  # [T]
     cell_of_token = np.concatenate(cells)  # [T]
-    own = SharedKeys.of_queries(
-        slot_of_token,
-        cell_of_token,
-        cache.lengths,
-        device,
-        is_causal=True,
-    )
+    slots_on_device = torch.from_numpy(slot_of_token).to(device)
+    cells_on_device = torch.from_numpy(cell_of_token).to(device)
+    own: WholeNodes | SharedKeys
+    if are_whole:
+        tree = TokenTree.of_sequences([len(node) for node in nodes])
+        own = WholeNodes(slots_on_device, cells_on_device, SdpaAttention(tree, device))
+    else:
+        own = SharedKeys.of_queries(
+            slot_of_token,
+            cell_of_token,
+            cache.lengths,
+            device,
+            is_causal=True,
+        )
     slots_above_token = np.concatenate(slots_above)  # [T, MAX_LEVELS]
     position_of_token = np.concatenate(positions)  # [T]
     levels = _levels(cache, slots_above_token, position_of_token, device)
     return NewTokens(
         cache,
-        torch.from_numpy(slot_of_token).to(device),
-        torch.from_numpy(cell_of_token).to(device),
+        slots_on_device,
+        cells_on_device,
         own,
         levels,
         are_in_rows=False,
@@ -352,6 +373,24 @@ def _levels(cache: NodeCache, slots: Ints, positions: Ints, device: torch.device
             level = Level(keys, members=torch.from_numpy(members).to(device))
         levels.append(level)
     return levels
+
+
+class WholeNodes(NamedTuple):
+    """Attention of all tokens of nodes to their own nodes, causally, in blocks of nodes of similar
+    length."""
+
+    slots: Tensor  # [T]: of each token's node
+    cells: Tensor  # [T]
+    packed: SdpaAttention  # of the nodes side by side
+
+    def attend(self, query: Tensor, cache: Cells, settings: LayerSettings) -> Attended:
+        """Compute the attention of queries [T, Hkv, Q, D]."""
+        keys, values = cache
+        key = keys[self.slots, :, self.cells]  # [T, Hkv, D]
+        value = values[self.slots, :, self.cells]
+        rows = Rows(query, key.unsqueeze(2), value.unsqueeze(2))
+        output, logsumexp = self.packed.attend_own(rows, settings)
+        return Attended(output, logsumexp)
 
 
 class RowBucket(NamedTuple):

@@ -7,21 +7,25 @@ where they are. The rest is an end within a node or a row:
     short    it is copied to the new node: attending to one more node costs more
 
 So a sequence attends to few nodes, at most `MAX_LEVELS`, and a token is computed once.
+
+Prompts without a family continue the beginnings that they have in common (`engines.prefixes`). A
+beginning that no prompt continues any more is kept for later ones, until all work is done.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from easyrl.engines import COPIED_TOKENS, padded, row_cells
-from easyrl.engines.cache.nodes import Family, Node, NodeTree, num_common
-from easyrl.engines.cache.stores import KeysValues, RowStarts, Span, States, Store
+from easyrl.engines import COPIED_TOKENS, MAX_PREFIXES, padded, row_cells
+from easyrl.engines.cache.nodes import Family, Node, NodeTree
+from easyrl.engines.cache.stores import KeysValues, RowCopies, RowStarts, Span, States, Store
+from easyrl.layout.prefixes import num_common
 from easyrl.layout.tree import NONE, Ints
 from easyrl.types import Int32
 
@@ -61,6 +65,23 @@ class _Plan(NamedTuple):
 
 def _path(node: Node | None) -> list[Node]:
     return [] if node is None else node.path()
+
+
+def _copies(copied: Mapping[int, Sequence[Node]]) -> list[RowCopies]:
+    """Return what is copied to rows, given the nodes of each row, in the order of their cells."""
+    pairs: dict[int, list[tuple[int, Node]]] = {}  # row and node, by the first cell of the copy
+    for row, nodes in copied.items():
+        for node in nodes:
+            first_cell = node.start - nodes[0].start
+            pairs.setdefault(first_cell, []).append((row, node))
+    copies = list[RowCopies]()
+    for first_cell in sorted(pairs):
+        of_cell = pairs[first_cell]
+        rows = np.array([row for row, _ in of_cell])
+        slots = np.array([node.slot for _, node in of_cell])
+        longest = max(len(node) for _, node in of_cell)
+        copies.append(RowCopies(rows, slots, first_cell, longest))
+    return copies
 
 
 class NodeCache:
@@ -109,8 +130,9 @@ class NodeCache:
 
     def _claim_slots(self, lengths: Sequence[int]) -> list[int]:
         """Reserve a slot for a node of each of these lengths, the first free ones."""
-        while len(self.tree.nodes) + len(lengths) > self._capacity:
-            unused = self.tree.oldest_unused()
+        num_prefixes = len(self.tree.prefixes())  # they have a bound of their own
+        while len(self.tree.nodes) - num_prefixes + len(lengths) > self._capacity:
+            unused = self.tree.oldest_unused(prefixes=False)
             if unused is None:
                 break
             self._drop(unused)
@@ -155,12 +177,50 @@ class NodeCache:
 
     # -- nodes ------------------------------------------------------------------------------------
 
-    def add_roots(self, prompts: Sequence[Int32]) -> list[Node]:
-        """Add a node for each prompt, which no other prompt continues."""
-        slots = self._claim_slots([len(ids) for ids in prompts])
-        self.starts[slots] = 0
-        pairs = zip(prompts, slots, strict=True)
-        return [self.tree.add(ids, None, None, slot) for ids, slot in pairs]
+    def add_prompts(self, prompts: Sequence[Int32], cuts: Sequence[Sequence[int]]) -> list[Node]:
+        """Add a node for each prompt, which no other prompt continues. `cuts`: of each prompt the
+        lengths of its beginnings that others share (`engines.prefixes`); it continues their nodes.
+        """
+        prefixes = list[Node | None]()
+        for ids, of_prompt in zip(prompts, cuts, strict=True):
+            prefix = self._prefix_of(ids, of_prompt)
+            self.tree.use(prefix)  # it is not dropped before the prompt's node continues it
+            prefixes.append(prefix)
+        starts = [0 if prefix is None else prefix.stop for prefix in prefixes]
+        lengths = [len(ids) - start for ids, start in zip(prompts, starts, strict=True)]
+        slots = self._claim_slots(lengths)
+        self.starts[slots] = starts
+        nodes = list[Node]()
+        for ids, prefix, slot in zip(prompts, prefixes, slots, strict=True):
+            nodes.append(self.tree.add(ids, prefix, None, slot))
+            self.release(prefix)
+        return nodes
+
+    def _prefix_of(self, ids: Int32, cuts: Sequence[int]) -> Node | None:
+        """Return the node of the longest of these beginnings, with a node for each of the shorter
+        ones above it. Without room for another one, return that of a shorter one, or None."""
+        node: Node | None = None
+        for cut in cuts:
+            known = self.tree.prefix(ids[:cut], node)
+            if known is None:
+                if not self._make_room_for_prefix(kept=node):
+                    break
+                known = self._add(None, ids[:cut], node)
+                known.is_prompt = False
+            node = known
+        return node
+
+    def _make_room_for_prefix(self, kept: Node | None) -> bool:
+        """Drop an unused beginning if there are MAX_PREFIXES, but not `kept`; return whether there
+        is room for one more."""
+        prefixes = self.tree.prefixes()
+        if len(prefixes) < MAX_PREFIXES:
+            return True
+        unused = [node for node in prefixes if not node.is_used and node is not kept]
+        if not unused:
+            return False
+        self._drop(min(unused, key=lambda node: node.last_use))
+        return True
 
     def num_found(self, family: Family, ids: Int32, rows: Sequence[StoredRow]) -> int:
         """Return how many of a prompt's first tokens need not be computed."""
@@ -219,7 +279,8 @@ class NodeCache:
         if node is None:
             return
         self.tree.release(node)
-        if node.family is None and not node.is_used:
+        is_needed = node.is_used or node.is_prefix or node.family is not None
+        if not is_needed:
             self._drop(node)
 
     def drop_unused(self) -> None:
@@ -268,7 +329,7 @@ class NodeCache:
         num_below = holder.num_levels() if isinstance(holder, Node) else 1  # the new node
         return num_above + 1 + num_below <= MAX_LEVELS
 
-    def _add(self, family: Family, ids: Int32, parent: Node | None) -> Node:
+    def _add(self, family: Family | None, ids: Int32, parent: Node | None) -> Node:
         start = 0 if parent is None else parent.stop
         (slot,) = self._claim_slots([len(ids) - start])
         self.starts[slot] = start
@@ -355,24 +416,28 @@ class NodeCache:
 
     # -- rows -------------------------------------------------------------------------------------
 
-    def is_copied(self, node: Node, num_more: int) -> bool:
-        """Whether a row starts with a copy of the node, which costs less than a merge: of a short
-        node, and of one behind another that it alone continues. `num_more`: tokens that the row
-        may store behind it."""
+    def copied(self, node: Node, num_more: int) -> Sequence[Node]:
+        """Return the last nodes of a prompt's path that a row starts with a copy of, which costs
+        less than a merge: a short node, one behind another that it alone continues, and a short
+        prompt with the beginnings that it shares. `num_more`: tokens that the row may store behind
+        them."""
+        if node.family is None and node.stop <= COPIED_TOKENS:
+            return node.path()
         if len(node) <= COPIED_TOKENS:
-            return True
+            return [node]
         is_alone = node.num_sequences == 1 and not node.children
         fits = len(node) + num_more <= self.cells_per_row
-        return node.parent is not None and is_alone and fits
+        if node.parent is not None and is_alone and fits:
+            return [node]
+        return []
 
-    def start_rows(self, nodes: Mapping[int, Node], copied: Collection[int]) -> None:
-        """Start rows behind nodes: `nodes` by row. Rows of `copied` begin with a copy of their node
-        and do not continue it then."""
+    def start_rows(self, nodes: Mapping[int, Node], copied: Mapping[int, Sequence[Node]]) -> None:
+        """Start rows behind nodes: `nodes` by row. A row of `copied` begins with a copy of these
+        nodes, the last of which is its own; it does not continue them then."""
         starts = RowStarts(
             rows=np.array(list(nodes)),
             slots=np.array([node.slot for node in nodes.values()]),
-            is_copied=np.array([row in copied for row in nodes]),
-            longest=max([len(nodes[row]) for row in copied], default=0),
+            copies=_copies(copied),
         )
         for store in self._stores:
             store.start_rows(starts)

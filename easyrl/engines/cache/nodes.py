@@ -7,7 +7,8 @@
 
 A node is *used* while a sequence or another node continues it. Nodes of one *family* may continue
 each other: a prompt that begins as stored tokens of its family continues them. An unused node of a
-family is kept for such prompts until its slot is needed; other nodes are dropped at once.
+family is kept for such prompts until its slot is needed, and so is a beginning that prompts without
+a family have in common; other nodes are dropped at once.
 
 Which nodes exist is a function of what was asked of the tree, in this order, alone: not of time,
 nor of the memory that happens to be allocated.
@@ -22,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from easyrl.layout.prefixes import num_common
 from easyrl.types import Int32
 
 Family = tuple[int, ...]
@@ -54,6 +56,11 @@ class Node:
     @property
     def is_used(self) -> bool:
         return self.num_sequences > 0 or bool(self.children)
+
+    @property
+    def is_prefix(self) -> bool:
+        """Whether it is a beginning that prompts without a family have in common."""
+        return self.family is None and not self.is_prompt
 
     @property
     def is_stored(self) -> bool:
@@ -130,10 +137,22 @@ class NodeTree:
         self._clock += 1
         node.last_use = self._clock
 
-    def oldest_unused(self) -> Node | None:
-        """Return the unused node whose last use was first."""
+    def oldest_unused(self, *, prefixes: bool = True) -> Node | None:
+        """Return the unused node whose last use was first; without `prefixes`, of the others."""
         unused = [node for node in self.nodes if not node.is_used]
+        if not prefixes:
+            unused = [node for node in unused if not node.is_prefix]
         return min(unused, key=lambda node: node.last_use, default=None)
+
+    def prefixes(self) -> list[Node]:
+        return [node for node in self.nodes if node.is_prefix]
+
+    def prefix(self, ids: Int32, parent: Node | None) -> Node | None:
+        """Return the node behind `parent` of a beginning with these tokens."""
+        for node in self.prefixes():
+            if node.parent is parent and np.array_equal(node.ids, ids):
+                return node
+        return None
 
     def node_of_prompt(self, family: Family, ids: Int32) -> Node | None:
         """Return the node that ends a prompt with these tokens."""
@@ -160,10 +179,3 @@ class NodeTree:
                 found = node
                 length = common
         return found, length
-
-
-def num_common(one: Int32, other: Int32) -> int:
-    """Length of the longest common prefix."""
-    length = min(len(one), len(other))
-    differs = one[:length] != other[:length]
-    return int(differs.argmax()) if differs.any() else length

@@ -49,11 +49,9 @@ class _Batch(NamedTuple):
     targets: Places
 
 
-def runs_of_step(
-    num_active: int, num_new: Sequence[int], continuing: Sequence[Node], prompts: Sequence[Node]
-) -> list[Run]:
-    """Return the runs of a step before its nodes are stored. The arguments are those of
-    `StepLayout`: active rows with one new token, resumed rows with `num_new`, and nodes."""
+def runs_of_step(num_active: int, num_new: Sequence[int], nodes: Sequence[Node]) -> list[Run]:
+    """Return the runs of a step before its nodes are stored: of active rows with one new token, of
+    resumed rows with `num_new`, and of nodes, in this order."""
     runs = list[Run]()
     num_tokens = 0
     lengths_of_rows = [1] * num_active + [*num_new]
@@ -63,7 +61,7 @@ def runs_of_step(
         runs.append(Run(tokens, source=place, target=place))
         num_tokens = tokens.stop
 
-    for node in (*continuing, *prompts):
+    for node in nodes:
         tokens = range(num_tokens, num_tokens + len(node) - node.num_stored)
         target = Place(is_row=False, number=node.slot)
         source: Place | None = None

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from easyrl.layout.tree import Ints
 from easyrl.model.mixers.recurrent import MixerState, StateName
-from easyrl.types import Bool
 
 Cells = tuple[Tensor, Tensor]  # keys and values of a layer: 2 x [C, Hkv, P, D] or [S, Hkv, R, D]
 
@@ -41,13 +40,21 @@ class Span(NamedTuple):
         return cells[self.number, :, self.start : self.stop]
 
 
+class RowCopies(NamedTuple):
+    """Nodes that are copied to rows, from the same cell of each row on."""
+
+    rows: Ints  # [M]
+    slots: Ints  # [M]: of the nodes
+    first_cell: int
+    longest: int  # tokens of the longest node
+
+
 class RowStarts(NamedTuple):
     """Rows that start, each behind the node of a prompt."""
 
     rows: Ints  # [N]
     slots: Ints  # [N]: of the nodes
-    is_copied: Bool  # [N]: whether the row has a copy of the node's cells, at its start
-    longest: int  # tokens of the longest node that is copied
+    copies: Sequence[RowCopies]  # what rows start with, from their first cells on
 
 
 class Store(Protocol):
@@ -115,14 +122,12 @@ class KeysValues:
         return chain(*layers)
 
     def start_rows(self, starts: RowStarts) -> None:
-        rows = starts.rows[starts.is_copied]
-        slots = starts.slots[starts.is_copied]
-        if not len(rows):
-            return
-        row_tensors = self._tensors(is_row=True)
-        node_tensors = self._tensors(is_row=False)
-        for row_cells, node_cells in zip(row_tensors, node_tensors, strict=True):
-            row_cells[rows, :, : starts.longest] = node_cells[slots, :, : starts.longest]
+        for rows, slots, first_cell, longest in starts.copies:
+            cells = slice(first_cell, first_cell + longest)
+            row_tensors = self._tensors(is_row=True)
+            node_tensors = self._tensors(is_row=False)
+            for row_cells, node_cells in zip(row_tensors, node_tensors, strict=True):
+                row_cells[rows, :, cells] = node_cells[slots, :, :longest]
 
     def move_rows(self, sources: Ints, targets: Ints, num_cells: int) -> None:
         of_rows = [tensor[:, :, :num_cells] for tensor in self._tensors(is_row=True)]

@@ -82,7 +82,14 @@ class _OtherBlock(NamedTuple):
     block: Block
 
 
-class _Rows(NamedTuple):
+class OwnAttention(NamedTuple):
+    """Attention of a row's tokens to their own nodes."""
+
+    output: Tensor  # [T, Hkv, G, D]
+    logsumexp: Tensor  # [T, Hkv, G, 1] of the scores, float32 or wider
+
+
+class Rows(NamedTuple):
     """A layer's tensors: [T, Hkv, G, D] and 2 x [T, Hkv, 1, D]."""
 
     query: Tensor
@@ -90,7 +97,7 @@ class _Rows(NamedTuple):
     value: Tensor
 
 
-def _grouped(query: Tensor, key: Tensor, value: Tensor) -> _Rows:
+def _grouped(query: Tensor, key: Tensor, value: Tensor) -> Rows:
     """Group the query heads by the key head that they share."""
     num_key_heads = key.shape[1]
 
@@ -101,7 +108,7 @@ def _grouped(query: Tensor, key: Tensor, value: Tensor) -> _Rows:
         num_tokens, _, head_size = tokens.shape
         return tokens.reshape(num_tokens, num_key_heads, -1, head_size)
 
-    return _Rows(group(query), group(key), group(value))
+    return Rows(group(query), group(key), group(value))
 
 
 class SdpaAttention:
@@ -158,7 +165,20 @@ class SdpaAttention:
             bucket.put(output, result)
         return output.flatten(1, 2)
 
-    def own_blocks(self, rows: _Rows, settings: LayerSettings) -> Iterator[_OwnBlock]:
+    def attend_own(self, rows: Rows, settings: LayerSettings) -> OwnAttention:
+        """Compute the attention of each node to itself, without gradient."""
+        query = rows.query
+        token_heads = query.shape[:-1]  # T, Hkv, G
+        output = query.new_empty((*token_heads, rows.value.shape[-1]))
+        wide = torch.promote_types(query.dtype, torch.float32)
+        logsumexp = query.new_empty((*token_heads, 1), dtype=wide)
+        for bucket, block in self.own_blocks(rows, settings):
+            own = attend_block(block, settings)
+            bucket.put(output, own.output)
+            bucket.put(logsumexp, own.logsumexp)
+        return OwnAttention(output, logsumexp)
+
+    def own_blocks(self, rows: Rows, settings: LayerSettings) -> Iterator[_OwnBlock]:
         """Yield the blocks of all nodes with themselves, by buckets."""
         window = settings.sliding_window
         for bucket in self._buckets:
@@ -175,7 +195,7 @@ class SdpaAttention:
             )
             yield _OwnBlock(bucket, block)
 
-    def other_blocks(self, rows: _Rows, settings: LayerSettings) -> Iterator[_OtherBlock]:
+    def other_blocks(self, rows: Rows, settings: LayerSettings) -> Iterator[_OtherBlock]:
         """Yield the blocks that are merged with the own ones, in their order."""
         yield from self._shared_blocks(rows, settings)
         if self._spans is None:
@@ -186,7 +206,7 @@ class SdpaAttention:
             if stop - start > 1:
                 yield self._span_block(rows, start, stop)
 
-    def _span_block(self, rows: _Rows, start: int, stop: int) -> _OtherBlock:
+    def _span_block(self, rows: Rows, start: int, stop: int) -> _OtherBlock:
         """Return the block of a span's tokens with those behind them. (A window hides only what
         stands before a token.)"""
         queries = slice(start, stop - 1)
@@ -203,7 +223,7 @@ class SdpaAttention:
         )
         return _OtherBlock(queries, keys, block)
 
-    def _shared_blocks(self, rows: _Rows, settings: LayerSettings) -> Iterator[_OtherBlock]:
+    def _shared_blocks(self, rows: Rows, settings: LayerSettings) -> Iterator[_OtherBlock]:
         """Yield a block for each node that others continue: of all tokens below it with its own."""
         window = settings.sliding_window
         tree = self._tree
@@ -276,15 +296,8 @@ class _Attention(torch.autograd.Function):
         layout: SdpaAttention,
         settings: LayerSettings,
     ) -> Tensor:
-        rows = _Rows(query, key, value)
-        token_heads = query.shape[:-1]  # T, Hkv, G
-        output = query.new_empty((*token_heads, value.shape[-1]))
-        wide = torch.promote_types(query.dtype, torch.float32)
-        logsumexp = query.new_empty((*token_heads, 1), dtype=wide)
-        for bucket, block in layout.own_blocks(rows, settings):
-            own = attend_block(block, settings)
-            bucket.put(output, own.output)
-            bucket.put(logsumexp, own.logsumexp)
+        rows = Rows(query, key, value)
+        output, logsumexp = layout.attend_own(rows, settings)
         for queries, _, block in layout.other_blocks(rows, settings):
             shared = attend_block(block, settings)
             merge(
@@ -305,7 +318,7 @@ class _Attention(torch.autograd.Function):
         query, key, value, sinks, output, logsumexp = ctx.saved_tensors
         layout: SdpaAttention = ctx.layout
         settings: LayerSettings = ctx.settings
-        rows = _Rows(query, key, value)
+        rows = Rows(query, key, value)
         of_query = query.new_empty(query.shape)
         of_key = key.new_empty(key.shape)
         of_value = value.new_empty(value.shape)

@@ -90,6 +90,8 @@ CHECKS = (
     Check(functions.check_reward_functions, ("spec", "example"), EVERYWHERE),
     Check(prompts.check_pictures, ("spec", "prompts", "model"), EVERYWHERE),
     Check(functions.check_sources, ("spec", "prompts"), TRAINING),
+    Check(engine.check_pictures, ("spec", "prompts"), TRAINING),
+    Check(prompts.describe_rows, ("prompts",), EVERYWHERE),
     # A start and an evaluation look at every prompt, and may skip some (`prompts.find_too_long`).
     Check(prompts.check_first_prompt, ("spec", "example", "interfaces", "renderer"), PLAN),
     Check(prompts.warn_of_trained_rows, ("spec", "prompts", "trained_datasets"), EVALUATION),

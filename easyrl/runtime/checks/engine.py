@@ -1,11 +1,13 @@
 """The model, measured without its weights, and whether the engine can serve it."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from easyrl.config import ConfigError
 from easyrl.config.spec import ModelSpec, RunSpec
 from easyrl.data.hub import describe_model
+from easyrl.data.streams import PromptStream
 from easyrl.model.files import (
     NOTHING_KEPT,
     KeptSize,
@@ -97,6 +99,21 @@ def _describe_kept(kept: KeptSize, *, has_pictures: bool) -> str:
 def check_lengths(spec: RunSpec, lengths_section: str, model: MeasuredModel) -> None:
     """Raise ConfigError if sequences may be longer than the model's positions."""
     check_positions(spec.limits, model.files, section=lengths_section)
+
+
+def check_pictures(spec: RunSpec, prompts: PromptStream) -> Sequence[str]:
+    """Raise ConfigError for settings that do not go together with pictures; warn of one that has no
+    effect without them."""
+    if not prompts.has_pictures:
+        if spec.model.vision == "trained":
+            return ["warning: model.vision=trained has no effect: no prompt shows a picture"]
+        return ()
+    if spec.optimizer.compile:
+        raise ConfigError(
+            "train.compile: expected false, because prompts have pictures, with which layers are "
+            "not compiled yet, got true"
+        )
+    return ()
 
 
 def check_vllm_weights(placement: Placement, model: MeasuredModel) -> None:

@@ -41,9 +41,8 @@ def check_reward_functions(spec: RunSpec, example: Prompt | None) -> Sequence[st
 
 
 def check_sources(spec: RunSpec, prompts: PromptStream) -> Sequence[str]:
-    """Try the rewards on every source of a mixture, and warn of answers that may be written in
-    another form. Rewards get None for columns that a source lacks, but a built-in function that is
-    alone must have its column."""
+    """Try the rewards on every source of a mixture. Rewards get None for columns that a source
+    lacks, but a built-in function that is alone must have its column."""
     warnings = []
     rewards = spec.rewards
     is_built_in = len(rewards.functions) == 1 and rewards.functions[0] in BUILT_IN
@@ -56,7 +55,7 @@ def check_sources(spec: RunSpec, prompts: PromptStream) -> Sequence[str]:
                 check_rewards(rewards, own)
         except ConfigError as error:
             raise ConfigError(f"'{name}': {error}") from None
-    return warnings + prompts.warnings()
+    return warnings
 
 
 def check_loss(spec: RunSpec) -> None:

@@ -162,6 +162,11 @@ def check_first_prompt(
     _check_conversations(spec, interfaces, renderer.tokenizer)
 
 
+def describe_rows(prompts: PromptStream) -> Sequence[str]:
+    """Say what form of rows was recognised, and warn of answers that may be wrong."""
+    return prompts.warnings()
+
+
 def warn_of_trained_rows(
     spec: RunSpec, prompts: PromptStream, trained_datasets: Collection[str]
 ) -> Sequence[str]:
