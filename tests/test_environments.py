@@ -183,6 +183,14 @@ def test_episodes_have_trls_interface_and_are_scored_where_their_state_is(own):
     assert run(own, "open('/proc/self/oom_score_adj').read()") == "1000\n"
 
 
+@pytest.mark.parametrize(
+    "picture", ["__import__('PIL.Image').Image.new('RGB', (1, 1))", "[{'type': 'image'}]"]
+)
+def test_a_tool_that_returns_a_picture_is_named(own, picture):
+    with pytest.raises(CallFailed, match=r"tool 'run'.*cannot return pictures"):
+        run(own, picture)
+
+
 def test_errors_of_a_tool_are_results(own):
     wrong = {
         "str": ToolCall("increment", {"step": "x"}),

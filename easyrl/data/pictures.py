@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from easyrl.formatting import require
-from easyrl.types import Picture
+from easyrl.types import Picture, is_picture_part
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 """Formats by Pillow's names. Others start programs (EPS) or have no pixels."""
@@ -209,6 +209,13 @@ def thumbnail(picture: Picture) -> bytes:
     file = io.BytesIO()
     image.save(file, format="JPEG", quality=THUMBNAIL_QUALITY)
     return file.getvalue()
+
+
+def is_picture(value: Any) -> bool:
+    """Return whether a value is an image of PIL, a picture, or a content with a part for one."""
+    if isinstance(value, list):
+        return any(map(is_picture_part, value))
+    return isinstance(value, Picture) or hasattr(value, "getpalette")
 
 
 def with_images(value: Any) -> Any:

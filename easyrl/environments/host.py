@@ -31,7 +31,7 @@ import numpy as np
 
 from easyrl.config import ConfigError
 from easyrl.config.spec import EpisodeSpec
-from easyrl.data.pictures import with_images
+from easyrl.data.pictures import is_picture, with_images
 from easyrl.environments.loading import Environment, Interfaces, load_environments
 from easyrl.environments.tool_calls.calls import BadCall, Calls, ToolCall
 from easyrl.processes import maybe_sleep, set_name
@@ -180,11 +180,17 @@ class EnvironmentHost(Host):
         messages = []
         num_errors = 0
         for call in action:
+            content: Any
             try:
                 content = self._call_tool(episode, call)
             except BaseException as error:  # of the user's tool, SystemExit too, or of a wrong call
                 num_errors += 1
                 content = str({"error": str(error)})
+            if is_picture(content):
+                raise TypeError(
+                    f"tool '{call.name}': expected a text or a value, because tools cannot return "
+                    f"pictures, got {content!r:.80}"
+                )
             message = {"role": "tool", "name": call.name, "content": content}
             if call.call_id:
                 message["tool_call_id"] = call.call_id
@@ -199,12 +205,13 @@ class EnvironmentHost(Host):
                 return Acted(messages, bool(is_done), num_calls=1)
         raise TypeError(f"step: expected (observation, done), got {returned!r:.80}")
 
-    def _call_tool(self, episode: _Episode, call: ToolCall | BadCall) -> str:
+    def _call_tool(self, episode: _Episode, call: ToolCall | BadCall) -> Any:
         if isinstance(call, BadCall):
             raise ValueError(call.reason)
         if call.name not in episode.tools:
             raise ValueError(f"there is no tool '{call.name}'")
-        return str(self._call(episode, episode.tools[call.name], **call.arguments))
+        returned = self._call(episode, episode.tools[call.name], **call.arguments)
+        return returned if is_picture(returned) else str(returned)
 
     def _call(
         self, episode: _Episode, function: Callable[..., Any], /, *args: Any, **kwargs: Any
