@@ -40,7 +40,7 @@ SHORT_RUNS = {
 }
 TRAINED = {
     "grpo*": "--iterations 2 --no-live train.prompts_per_iteration=8 rollout.num_generations=8 "
-    "rollout.max_completion_length=200 data.num_held_out=2 data.max_prompt_length=128",
+    "rollout.max_completion_length=200 data.num_held_out=2",
 }
 """Runs of a few seconds in which a reward that can move is above 0 at least once."""
 NOT_TRAINED = re.compile(r"--assume|--resume|--help|RUN|configs/")
