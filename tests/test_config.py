@@ -59,7 +59,8 @@ def test_every_synonym_and_advice_names_settings_that_exist():
     named = {
         key for here in names_of_others().values() for key in re.findall(r"[a-z]\w*\.[\w.]+", here)
     }
-    assert "train.learning_rate" in named and named <= {*KEYS}
+    functions = {"easyrl.train"}  # of Python
+    assert "train.learning_rate" in named and named <= {*KEYS, *functions}
     for (name, value), instead in INSTEAD.items():
         assert instead in error_of(f"{name}={value}")
         of(instead)
