@@ -125,12 +125,8 @@ class Watch(easyrl.Callback):
         return self.called("iteration", metrics["iteration"])
 
     def on_evaluation(self, run, metrics):
-        assert metrics.keys() == {
-            "iteration",
-            "eval/accuracy",
-            "eval/standard_error",
-            "eval/reward",
-        }
+        names = ("accuracy", "standard_error", "reward", "problems")
+        assert metrics.keys() == {"iteration", *(f"eval/{name}" for name in names)}
         return self.called("evaluation", metrics["iteration"])
 
     def on_checkpoint(self, run, path):

@@ -29,7 +29,8 @@ class Callback:
 
     def on_evaluation(self, run: Run, metrics: dict[str, Any]) -> Stop | None:
         """After each evaluation on held-out problems, before `on_iteration`. `metrics`:
-        `iteration` (0: before the first), `eval/accuracy`, `eval/standard_error`, `eval/reward`."""
+        `iteration` (0: before the first), `eval/accuracy`, `eval/standard_error`, `eval/reward`,
+        `eval/problems`."""
 
     def on_checkpoint(self, run: Run, path: str) -> Stop | None:
         """After the first iteration that ends once a checkpoint is on the disk."""

@@ -37,7 +37,7 @@ OF_CORRECTION = (
     "sampling/importance_sampling_ratio/capped",
 )
 OF_TEACHER = ("teacher/kl", "teacher/top_token_agreement")
-OF_EVALUATION = ("eval/accuracy", "eval/standard_error", "eval/reward")
+OF_EVALUATION = ("eval/accuracy", "eval/standard_error", "eval/reward", "eval/problems")
 OF_TURNS = ("episodes/turns", "tools/calls", "tools/errors")
 OF_AGENT = ("episodes/turns", "episodes/branches", "episodes/without_requests")
 
