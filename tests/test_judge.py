@@ -427,7 +427,9 @@ def test_a_run_with_a_bad_judge_ends_counts_all_and_a_second_one_asks_nothing(tm
     for sample in lines_of(tmp_path / "a" / "samples.jsonl"):
         (judged,) = sample["judge_replies"]
         assert judged["score"] == sample["rewards"]["judge"] and "Score: " in judged["reply"]
-    shown_samples = easyrl("samples", tmp_path / "a").output
+    result = easyrl("samples", tmp_path / "a")
+    assert result.exit_code == 0, result.exception
+    shown_samples = result.output
     assert "\njudge 0." in shown_samples and "I think so.\nScore: " in shown_samples
     assert easyrl("report", tmp_path / "a").exit_code == 0
     assert "I think so." in (tmp_path / "a" / "report.html").read_text()

@@ -261,11 +261,11 @@ class Judge:
         answers: list[Any] = await asyncio.gather(*tasks, return_exceptions=True)
         for name in COUNTS:
             log_metric(name, counts[name])
-        _raise_first_error(answers)
+        all_verdicts = _check_answers(answers)
         verdicts_by_question: dict[Question, list[Verdict]] = {}
         for number, question in enumerate(different):
             first = number * num_samples
-            verdicts_by_question[question] = answers[first : first + num_samples]
+            verdicts_by_question[question] = all_verdicts[first : first + num_samples]
         scores: list[float] = []
         replies = []
         for question in questions:
@@ -572,10 +572,11 @@ def _read_key(variable: str | None) -> str:
     return key
 
 
-def _raise_first_error(answers: Sequence[Any]) -> None:
+def _check_answers(answers: Sequence[Verdict | BaseException]) -> list[Verdict]:
+    """Return the verdicts. Raises the first error, if there is any."""
     errors = [answer for answer in answers if isinstance(answer, BaseException)]
     if not errors:
-        return
+        return [answer for answer in answers if isinstance(answer, Verdict)]
     first = errors[0]
     if len(errors) > 1 and isinstance(first, JudgeError):
         raise JudgeError(f"{len(errors)} of {len(answers)} answers have no score: {first}")

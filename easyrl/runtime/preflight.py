@@ -377,6 +377,7 @@ class _Planner:
         self._size = model.size
         self.about_model = describe_weights(model, self._spec.model)
         placement = resolve_placement(self._spec, self.placement.assumed)
+        placement = choose_split(self._config, placement, model.size)
         self.placement = placement
         parts = estimate_memory(self._spec, placement, model.size)
         self._parts = parts
