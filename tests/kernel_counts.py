@@ -108,7 +108,8 @@ def count_decode_step(model, layers, rows, prompt, cells):
         cache.keys_values.add_layer(one, one)
     sampling = SamplingSettings(max_prompt_length=prompt, max_completion_length=cells)
     graphs = StepGraphs(policy, cache, sampling)
-    fields = [("position", np.int64), ("cell", np.int64), ("slots", np.int64, MAX_LEVELS)]
+    fields = [(name, np.int64) for name in ("position", "shift", "cell")]
+    fields.append(("slots", np.int64, MAX_LEVELS))
     states = np.zeros(rows, dtype=fields)
     states["slots"] = NONE
     copied = prompt if prompt <= COPIED_TOKENS else 0
