@@ -44,6 +44,8 @@ MAX_DIGESTED_ROWS = 100_000
 MAX_DECODED = 256
 """Number of pictures of a data set that are decoded before a run; of the others the header is read.
 A run ends at a damaged one that it meets later."""
+MAX_OPENED_ROWS = 10_000
+"""Number of rows of a data set whose pictures are opened before a run."""
 NUM_TASK_EXAMPLES = 256
 """Number of generated training prompts that are checked before a run."""
 RESERVED_COLUMNS = {
@@ -574,11 +576,14 @@ class DataSet:
         return rows
 
     def picture_sizes(self) -> Iterator[tuple[str, list[PictureSize]]]:
-        """Yield the sizes of the pictures of each prompt to check, by location. Raises ConfigError
-        for a picture that cannot be opened; the first ones are decoded, of others the header is
-        read."""
+        """Yield the sizes of the pictures of prompts to check, by location: of all, or of
+        MAX_OPENED_ROWS at equal distances. Raises ConfigError for a picture that cannot be opened;
+        the first ones are decoded, of others the header is read."""
         num_decoded = 0
-        for number, row in enumerate(self._example_rows()):
+        num_rows = self.num_rows or NUM_TASK_EXAMPLES
+        step = math.ceil(num_rows / MAX_OPENED_ROWS)
+        for number in range(0, num_rows, step):
+            row = self.rows(number) if callable(self.rows) else self.rows[number]
             location = self.location(number)
             sizes = []
             num_bytes = 0

@@ -19,6 +19,10 @@ NARROW_TYPES = {"float": np.float32, "halffloat": np.float16}
 """Arrow's name -> type in NumPy."""
 
 
+NOT_READ = b""
+"""Stands for a picture where only the number of pictures matters."""
+
+
 class Table:
     """A loaded data set: rows by their index, as dictionaries of plain values."""
 
@@ -82,23 +86,27 @@ class Table:
         yield from map(self._plain, chosen)
 
     def only(self, columns: Sequence[str]) -> Iterable[Row]:
-        """Return these columns of all rows; where files are kept, one row after the other."""
+        """Return these columns of all rows. Pictures in columns of `keep_files` are NOT_READ."""
         if not columns:
             return [{}] * len(self)
         if self._files is not None:
-            return self._only_with_files(columns)
+            return self._only_with_counts(columns)
         rows = self._dataset.select_columns([*columns]).to_list()
         return [self._plain(row) for row in rows]
 
-    def _only_with_files(self, columns: Sequence[str]) -> Iterator[Row]:
+    def _only_with_counts(self, columns: Sequence[str]) -> list[Row]:
         kept = self._files.column_names
-        others = self._dataset.select_columns([name for name in columns if name not in kept])
-        files = self._files.select_columns([name for name in columns if name in kept])
-        for index in range(len(self)):
-            row = self._plain(others[index]) if others.column_names else {}
-            if files.column_names:
-                row.update(files[index].to_pylist()[0])
-            yield row
+        others = [name for name in columns if name not in kept]
+        rows: list[Row] = [{} for _ in range(len(self))]
+        if others:
+            stored = self._dataset.select_columns(others).to_list()
+            rows = [self._plain(row) for row in stored]
+        for name in columns:
+            if name in kept:
+                pictures = _not_read(self._files.with_format("arrow")[:].column(name))
+                for row, value in zip(rows, pictures, strict=True):
+                    row[name] = value
+        return rows
 
     def _plain(self, row: Row) -> Row:
         plain = {}
@@ -109,6 +117,19 @@ class Table:
                 digits = str(narrow_type(plain[name]))  # as few as tell it from its neighbours
                 plain[name] = float(digits)
         return plain
+
+
+def _not_read(column: Any) -> list[Any]:
+    """Return the values of a column of pictures, or of lists of these. Every picture is NOT_READ,
+    so that no content is loaded."""
+    from pyarrow import compute, types
+
+    kind = column.type
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        counts = compute.list_value_length(column).to_pylist()
+        return [None if count is None else [NOT_READ] * count for count in counts]
+    are_valid = compute.is_valid(column).to_pylist()
+    return [NOT_READ if is_valid else None for is_valid in are_valid]
 
 
 def _has_times_of_day(column: Any) -> bool:

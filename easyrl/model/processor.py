@@ -39,7 +39,7 @@ OF_TEXT = {
 """What a processor returns for the text. The rest are the arrays of the pictures."""
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
 """Files that may name the class of the processor, the first one that does so wins."""
-MAX_SIZES = 500  # of pictures, whose numbers of tokens are measured and remembered
+MAX_SIZES = 100  # of pictures, whose numbers of tokens are measured and remembered
 BROKEN_TORCHVISION = ("operator torchvision::", "torchvision.extension", "libtorchvision")
 """What errors say where torchvision was built for another torch."""
 

@@ -116,12 +116,12 @@ def _measured(renderer: PromptRenderer, examples: Examples, sizes: Sizes) -> Sho
     by_size = tokens_by_size(renderer.processor, sizes)
     num_tokens = {}
     for location in examples:
-        own = sizes.get(location, ())
-        if all(size in by_size for size in own):
+        own = sizes.get(location)
+        if own is not None and all(size in by_size for size in own):
             num_tokens[location] = sum(by_size[size] for size in own)
 
     def length(location: str, content: str | Messages, variables: Mapping[str, Any]) -> int:
-        return renderer.length(content, sizes.get(location, ()), variables)
+        return renderer.length(content, sizes[location], variables)
 
     return ShownPictures(num_tokens, length)
 
