@@ -99,7 +99,7 @@ def test_a_frozen_tower_is_written_as_it_was(inputs, run, tmp_path):
     assert all(same_bits(weight, again[name]) for name, weight in after.items())
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("gemma3", marks=pytest.mark.long)])
 def test_a_trained_tower_learns_and_is_exported(inputs, tmp_path, family):
     output = tmp_path / "run"
     harder = ("model.vision=trained", "algorithm.beta=0.05", "train.updates_per_iteration=2")

@@ -34,7 +34,9 @@ def fits(spec: RunSpec, placement: Placement, size: ModelSize) -> bool:
     return True
 
 
-def choose_split(config: Config, placement: Placement, size: ModelSize | None) -> Placement:
+def choose_split(
+    config: Config, placement: Placement, size: ModelSize | None, *, has_pictures: bool = False
+) -> Placement:
     """Return the placement with more train devices where the default has too few for the model:
     with the fewest that fit. Devices that are named stay, as do those of a deterministic run, whose
     sums do not depend on memory."""
@@ -44,7 +46,7 @@ def choose_split(config: Config, placement: Placement, size: ModelSize | None) -
         return placement
     if placement.shares_device:
         return placement
-    spec = resolve(config)
+    spec = resolve(config).with_pictures(has_pictures)
     count = placement.infer.count + placement.train.count
     for num_train in range(placement.train.count, count):
         try:

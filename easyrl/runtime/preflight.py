@@ -111,7 +111,7 @@ def check_run(
     checks.add(example=example, interfaces=interfaces, prompts=prompts)
 
     placement = resolve_placement(spec)  # imports torch where it must look for accelerators
-    placement = choose_split(config, placement, model.size)
+    placement = choose_split(config, placement, model.size, has_pictures=prompts.has_pictures)
     checks.add(placement=placement, has_compiler=devices.has_c_compiler())
 
     tokenizer_path = "" if source is None else source.tokenizer
@@ -377,7 +377,7 @@ class _Planner:
         self._size = model.size
         self.about_model = describe_weights(model, self._spec.model)
         placement = resolve_placement(self._spec, self.placement.assumed)
-        placement = choose_split(self._config, placement, model.size)
+        placement = choose_split(self._config, placement, model.size, has_pictures=True)
         self.placement = placement
         parts = estimate_memory(self._spec, placement, model.size)
         self._parts = parts
