@@ -99,7 +99,10 @@ def prompts_that_begin_alike(folder):
     data = write_rows(folder / "sums.jsonl", rows)
     rewards = folder / "rewards.py"
     rewards.write_text(EVEN_SUMS)
-    return ("--dataset", data, "--reward", f"{rewards}:score", "data.max_prompt_length=80")
+    return (
+        *("--dataset", data, "--reward", f"{rewards}:score", "data.max_prompt_length=80"),
+        *("data.num_held_out=0", "train.eval_every=0"),
+    )
 
 
 SLOWLY = {"EASYRL_RANDOM_DELAYS": "0.05"}
