@@ -347,7 +347,7 @@ MISTAKES = {
     f"grpo --dry-run {EXACT}/good.jsonl eval.dataset=no.jsonl": "eval.dataset: there is no file",
     "grpo --dry-run --model FOLDER/good.jsonl": "good.jsonl' is a file (GGUF files are quantized)",
     "grpo my.yaml": "--config my.yaml",
-    "grpo --report-to wandb": "output.log_to=[wandb]",
+    "grpo --report-to wandb": "output.log_to=[tensorboard] (or",
     "grpo model.lora.target_modules=all-linear": "use model.lora.target_modules=null",
     "grpo peft_config=r16": "in EasyRL: model.lora.rank",
     "grpo bf16=true": "in EasyRL: model.dtype=bfloat16",

@@ -39,7 +39,7 @@ def prompt_of(**columns):
 
 def scored(rewards, texts, **columns):
     result = call(rewards, prompt_of(**columns), texts)
-    return result.scores[0], result.errors, result.metrics
+    return result.scores[0], [error.text for error in result.errors], result.metrics
 
 
 def asked(rewards, texts):
