@@ -194,7 +194,8 @@ class Trackers:
 
     def _show(self, group: events.GroupScored) -> None:
         """Keep the pictures of a group for its iteration, a few of them."""
-        for data in group.pictures:
+        pictures = group.pictures or ()  # None in an event that was read from a trace
+        for data in pictures:
             if len(self._pictures) < MAX_PICTURES and group.samples:
                 sample = group.samples[0]
                 caption = f"reward {sample.reward:.3g}: {shorten(sample.completion, MAX_CAPTION)}"
