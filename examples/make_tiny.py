@@ -2,12 +2,14 @@
 
 All are small models with one token per character, trained from scratch: first on correct solutions
 of generated problems, then shortly on solutions with mistakes, so that RL has something to improve.
-`tiny-hybrid` is a Qwen3.5 (three of its four layers are gated delta rules), the others are Qwen3.
+`tiny-hybrid` is a Qwen3.5 (three of its four layers are gated delta rules), `tiny-vision` a LLaVA
+(a SigLIP tower before a Qwen3), the others are Qwen3.
 The same machine, versions and number of threads give the same weights.
 
     tiny              `arithmetic`. Some lines add a number in one step (`17+58=75`) instead of
                       tens, then units, and some of these sums are off by 1 or 10.
     tiny-hybrid       The same. It also confuses the numbers of long sums.
+    tiny-vision       `picture-sums`, with the mistakes of `tiny`, whose weights it begins with.
     tiny-countdown    `countdown-small`. Some searches stop after a wrong try and answer with that.
     tiny-guess        `guess`. Guesses are often only a few numbers further.
 """
@@ -23,12 +25,20 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+)
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from easyrl.data.hub import BUILT_IN_MODELS
+from easyrl.data.picture_sums import PICTURE_SUMS, QUESTION
 from easyrl.data.tasks import ARITHMETIC, COUNTDOWN_SMALL, GUESS, CountdownProblem, applied
 from easyrl.environments.guess import Guess
+from easyrl.model.processor import load_processor
+from easyrl.types import Picture
 
 HASTE, SLIP, GIVE_UP, STEP = 0.12, 0.5, 0.2, 0.85  # probabilities
 MEMORY = 10, 100  # tokens, by head
@@ -38,11 +48,14 @@ BATCH_SIZE, SORTED_ROWS = 32, 512
 NUM_STEPS = {
     "tiny": (1500, 150),
     "tiny-hybrid": (1000, 150),
+    "tiny-vision": (700, 150),
     "tiny-countdown": (700, 80),
     "tiny-guess": (2500, 100),
 }
 Example = Sequence[tuple[str, bool]]
 """Parts of a text, and whether the model writes them. It ends each of its own."""
+Batch = dict[str, Tensor]
+"""The model's arguments."""
 LEARNING_RATES = 3e-3, 5e-4
 """Steps and learning rates of the two stages."""
 
@@ -55,6 +68,8 @@ def make(name: str, output: Path, num_steps: Sequence[int]) -> None:
     config: Any = AutoConfig.from_pretrained(BUILT_IN_MODELS[name])
     dtype = config.dtype  # which `from_config` changes
     model = untrained(config)
+    if name == "tiny-vision":
+        begin_with_text_model(model, BUILT_IN_MODELS["tiny"])
     for stage, learning_rate in enumerate(LEARNING_RATES):
 
         def example(index: int, stage: int = stage) -> Example:
@@ -68,7 +83,10 @@ def make(name: str, output: Path, num_steps: Sequence[int]) -> None:
             prompt = COUNTDOWN_SMALL.row(problem)["prompt"]
             return [(prompt, False), (search(problem, rng, GIVE_UP * stage), True)]
 
-        data = batches(tokenizer, example, seed=stage)
+        if name == "tiny-vision":
+            data = batches_with_pictures(tokenizer, stage, rng)
+        else:
+            data = batches(tokenizer, example, seed=stage)
         train(model, data, num_steps[stage], learning_rate)
     model.to(dtype).save_pretrained(output)
     tokenizer.save_pretrained(output)
@@ -77,7 +95,8 @@ def make(name: str, output: Path, num_steps: Sequence[int]) -> None:
 def untrained(config: Any) -> Any:
     """Return a random model of a configuration, in float32."""
     torch.manual_seed(0)
-    auto_model: Any = AutoModelForCausalLM
+    has_tower = hasattr(config, "vision_config")
+    auto_model: Any = AutoModelForImageTextToText if has_tower else AutoModelForCausalLM
     model = auto_model.from_config(config, dtype=torch.float32)
     model.generation_config.do_sample = True
     for module in model.modules():
@@ -96,34 +115,71 @@ def remember(layer: Qwen3_5GatedDeltaNet) -> None:
         layer.dt_bias[head] = math.log(math.expm1(1 / num_tokens))
 
 
-def batches(
-    tokenizer: Any, example: Callable[[int], Example], seed: int
-) -> Iterator[tuple[Tensor, Tensor]]:
+@torch.no_grad()
+def begin_with_text_model(model: Any, folder: Path) -> None:
+    """Give the text model in `model` the weights of a text model with a smaller vocabulary."""
+    auto_model: Any = AutoModelForCausalLM
+    source = auto_model.from_pretrained(folder, dtype=torch.float32).model.state_dict()
+    for name, weight in model.model.language_model.state_dict().items():
+        weight[: len(source[name])] = source[name]
+
+
+def batches(tokenizer: Any, example: Callable[[int], Example], seed: int) -> Iterator[Batch]:
     """Yield input ids and labels, both [BATCH_SIZE, T], endlessly. Each SORTED_ROWS rows are sorted
     by length, which saves padding, and their batches shuffled."""
     rng = random.Random(seed)
     for first in count(step=SORTED_ROWS):
-        rows = []
-        for index in range(first, first + SORTED_ROWS):
-            ids: list[int] = []
-            labels: list[int] = []
-            for text, is_own in example(index):
-                part = tokenizer.encode(text) + [tokenizer.eos_token_id] * is_own
-                ids += part
-                labels += part if is_own else [-100] * len(part)  # no loss on the prompt
-            rows.append((torch.tensor(ids), torch.tensor(labels)))
+        rows = [tokens(example(index), tokenizer) for index in range(first, first + SORTED_ROWS)]
         rows.sort(key=lambda row: len(row[0]))
         chunks = [rows[start : start + BATCH_SIZE] for start in range(0, SORTED_ROWS, BATCH_SIZE)]
         rng.shuffle(chunks)
         for chunk in chunks:
-            of_ids, of_labels = map(list, zip(*chunk, strict=True))
-            padded = pad_sequence(of_ids, True, tokenizer.pad_token_id)
-            yield padded, pad_sequence(of_labels, True, -100)
+            yield padded(chunk, tokenizer)
 
 
-def train(
-    model: Any, data: Iterator[tuple[Tensor, Tensor]], num_steps: int, learning_rate: float
-) -> None:
+def batches_with_pictures(tokenizer: Any, stage: int, rng: random.Random) -> Iterator[Batch]:
+    """Yield batches of `picture-sums`, with pixels [BATCH_SIZE, 3, height, width]."""
+    processor = load_processor(str(BUILT_IN_MODELS["tiny-vision"]))
+    question = [
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": QUESTION}]}
+    ]
+    for first in count(step=BATCH_SIZE):
+        rows = []
+        pixels = []
+        for index in range(first, first + BATCH_SIZE):
+            operands = PICTURE_SUMS.problem(stage, index)
+            picture = Picture(PICTURE_SUMS.row(operands)["image"]["bytes"])
+            prompt = processor.render(question, [picture])
+            ids, labels = tokens([(solution(operands, rng, HASTE * stage), True)], tokenizer)
+            before = torch.tensor(prompt.token_ids)
+            no_loss = torch.full_like(before, -100)
+            rows.append((torch.cat([before, ids]), torch.cat([no_loss, labels])))
+            pixels.append(torch.from_numpy(prompt.media.arrays["pixel_values"]))
+        yield {**padded(rows, tokenizer), "pixel_values": torch.cat(pixels)}
+
+
+def tokens(example: Example, tokenizer: Any) -> tuple[Tensor, Tensor]:
+    """Return input ids and labels of an example, both [T]."""
+    ids: list[int] = []
+    labels: list[int] = []
+    for text, is_own in example:
+        part = tokenizer.encode(text) + [tokenizer.eos_token_id] * is_own
+        ids += part
+        labels += part if is_own else [-100] * len(part)  # no loss on the prompt
+    return torch.tensor(ids), torch.tensor(labels)
+
+
+def padded(rows: Sequence[tuple[Tensor, Tensor]], tokenizer: Any) -> Batch:
+    """Return input ids and labels, both [B, T], padded on the right: causal attention needs no
+    mask then."""
+    ids, labels = map(list, zip(*rows, strict=True))
+    return {
+        "input_ids": pad_sequence(ids, True, tokenizer.pad_token_id),
+        "labels": pad_sequence(labels, True, -100),
+    }
+
+
+def train(model: Any, data: Iterator[Batch], num_steps: int, learning_rate: float) -> None:
     """Take `num_steps` AdamW steps: a short warm-up, then a cosine decay to 1 %."""
     settings: Any = {"lr": learning_rate, "betas": (0.9, 0.98), "weight_decay": 0.01}
     optimizer = torch.optim.AdamW(model.parameters(), **settings)
@@ -133,9 +189,8 @@ def train(
         return min((step + 1) / num_warmup, 0.505 + 0.495 * math.cos(math.pi * step / num_steps))
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-    for step, (ids, labels) in zip(range(num_steps), data, strict=False):
-        # Padding is on the right, so causal attention needs no mask.
-        loss = model(input_ids=ids, labels=labels, use_cache=False).loss
+    for step, batch in zip(range(num_steps), data, strict=False):
+        loss = model(**batch, use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

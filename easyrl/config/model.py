@@ -12,6 +12,8 @@ SHORT = {"bf16": "bfloat16", "fp32": "float32"}
 DType = Annotated[
     Literal["float32", "bfloat16"], BeforeValidator(lambda text: SHORT.get(str(text), text))
 ]
+BUILT_IN_MODELS = ("tiny", "tiny-hybrid", "tiny-vision", "tiny-countdown", "tiny-guess")
+"""Names of the models that the package has (`data.hub` knows their folders)."""
 
 
 class LoraConfig(Section):
@@ -42,7 +44,7 @@ class ModelConfig(Section):
 
     path: Annotated[str, NAMES_FILES] = Field(default="tiny", min_length=1)
     """A Hugging Face folder, a hub id, or a built-in model (`tiny`, `tiny-hybrid`,
-    `tiny-countdown`, `tiny-guess`). Its weights must not be quantized."""
+    `tiny-vision`, `tiny-countdown`, `tiny-guess`). Its weights must not be quantized."""
     dtype: Annotated[DType, COMPARED] = "float32"
     """Data type of the computation. The trainer keeps trained weights, sums of gradients, optimizer
     state and log-probabilities in float32."""

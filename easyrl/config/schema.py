@@ -9,7 +9,7 @@ from easyrl.config.algorithm import AlgorithmConfig
 from easyrl.config.data import DataConfig
 from easyrl.config.devices import DevicesConfig
 from easyrl.config.eval import EvalConfig
-from easyrl.config.model import LoraConfig, ModelConfig
+from easyrl.config.model import BUILT_IN_MODELS, LoraConfig, ModelConfig
 from easyrl.config.reward import JudgeConfig, RewardConfig
 from easyrl.config.rollout import RolloutConfig
 from easyrl.config.runtime import OutputConfig, RuntimeConfig
@@ -39,7 +39,7 @@ class Config(Section):
         """`train.learning_rate`, or its default for the model."""
         if self.train.learning_rate is not None:
             return self.train.learning_rate
-        is_built_in = self.model.path in ("tiny", "tiny-hybrid", "tiny-countdown", "tiny-guess")
+        is_built_in = self.model.path in BUILT_IN_MODELS
         if self.model.lora.rank is not None:
             return 3e-3 if is_built_in else 1e-5
         return 3e-4 if is_built_in else 1e-6

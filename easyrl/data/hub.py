@@ -8,15 +8,11 @@ from typing import Any
 
 from easyrl.config import ConfigError
 from easyrl.config.hints import similar_file
+from easyrl.config.model import BUILT_IN_MODELS as BUILT_IN_NAMES
 
 HUB_TIMEOUT_SECONDS = 5.0
 _BUILT_IN = Path(__file__).parent.parent / "model" / "built_in"
-BUILT_IN_MODELS = {
-    "tiny": _BUILT_IN / "tiny",
-    "tiny-hybrid": _BUILT_IN / "tiny_hybrid",
-    "tiny-countdown": _BUILT_IN / "tiny_countdown",
-    "tiny-guess": _BUILT_IN / "tiny_guess",
-}
+BUILT_IN_MODELS = {name: _BUILT_IN / name.replace("-", "_") for name in BUILT_IN_NAMES}
 """Name of a model that the package has -> its folder."""
 KEY = "model.path (--model)"
 _last_answer: bool | None = None

@@ -14,6 +14,7 @@ from typing import Any
 from easyrl.config import ConfigError, DataConfig
 from easyrl.config.data import REASONING_GYM
 from easyrl.data import tasks
+from easyrl.data.picture_sums import PICTURE_SUMS
 from easyrl.data.reasoning_gym import ReasoningGym
 from easyrl.data.tasks import Task
 
@@ -79,6 +80,7 @@ PRESETS: Mapping[str, Preset] = {
     "arithmetic": Preset("easyrl.data.tasks:score", task=tasks.ARITHMETIC),
     "countdown": Preset("countdown", task=tasks.COUNTDOWN, prompt_template=COUNTDOWN, chat=True),
     "countdown-small": Preset("countdown", task=tasks.COUNTDOWN_SMALL),
+    "picture-sums": Preset("easyrl.data.tasks:score", task=PICTURE_SUMS, chat=True),
     "guess": Preset("environment", task=tasks.GUESS, chat=True),
     "gsm8k": Preset(
         reward="gsm8k",
