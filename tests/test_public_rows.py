@@ -61,7 +61,8 @@ def test_a_public_set_trains_with_one_command(name, tmp_path, monkeypatch, chat_
     prompt = opened(tmp_path, [public.row] * 2, *settings).prompt(0)
     assert public.prompt_has in texts_of(prompt.content)
     assert prompt.columns.get("answer") == public.answer
-    if isinstance(public.answer, str) and public.answer not in ("A", "B", "4", "7", "Yes", "Ida Lund"):
+    in_prompts_too = ("A", "B", "4", "7", "Yes", "Ida Lund")  # options and other words
+    if isinstance(public.answer, str) and public.answer not in in_prompts_too:
         assert public.answer not in texts_of(prompt.content)  # which would tell it to the model
     words = ("--dataset", "data.jsonl", "--model", chat_model, "data.max_prompt_length=1000")
     result = easyrl("grpo", "--dry-run", *words, *public.words)
