@@ -139,7 +139,7 @@ def batches(tokenizer: Any, example: Callable[[int], Example], seed: int) -> Ite
 
 def batches_with_pictures(tokenizer: Any, stage: int, rng: random.Random) -> Iterator[Batch]:
     """Yield batches of `picture-sums`, with pixels [BATCH_SIZE, 3, height, width]."""
-    processor = load_processor(str(BUILT_IN_MODELS["tiny-vision"]))
+    processor: Any = load_processor(str(BUILT_IN_MODELS["tiny-vision"]))
     question = [
         {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": QUESTION}]}
     ]
