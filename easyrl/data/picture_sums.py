@@ -78,8 +78,11 @@ def draw_numbers(numbers: Sequence[int], rng: random.Random) -> np.ndarray:
         digits = [int(digit) for digit in str(number)]
         first_column = rng.randint(0, NUM_CELLS - len(digits))
         for column, digit in enumerate(digits, first_column):
-            top = CELL * row + rng.randint(0, CELL - GLYPH_HEIGHT)
-            left = CELL * column + rng.randint(0, CELL - GLYPH_WIDTH)
+            # A glyph is smaller than its cell.
+            down = rng.randint(0, CELL - GLYPH_HEIGHT)
+            right = rng.randint(0, CELL - GLYPH_WIDTH)
+            top = CELL * row + down
+            left = CELL * column + right
             place = pixels[top : top + GLYPH_HEIGHT, left : left + GLYPH_WIDTH]
             place[_glyph(digit)] = ink
     return pixels
