@@ -1,6 +1,9 @@
 """Rows as the data sets on the hub have them, made here: what presets are tried with."""
 
+import io
 from unittest.mock import Mock
+
+from PIL import Image
 
 from easyrl.data import datasets
 
@@ -24,12 +27,29 @@ AIME = [
     {"problem": f"What is ${number}^2$ modulo $1000$?", "answer": f"{number**2:03}"}
     for number in range(10, 13)
 ]
+
+
+def _png(width, height):
+    drawing = io.BytesIO()
+    Image.new("RGB", (width, height), "white").save(drawing, "PNG")
+    return drawing.getvalue()
+
+
+GEOMETRY_3K = [
+    {
+        "images": [{"bytes": _png(60 + number, 90), "path": None}],
+        "problem": f"<image>Find $x$ if the other leg is {number}.",
+        "answer": f"{number} \\sqrt {{ 3 }}",
+    }
+    for number in range(1, 300)
+]
 ROWS = {
     "openai/gsm8k:main:train": GSM8K,
     "openai/gsm8k:main:test": GSM8K[:2],
     "agentica-org/DeepScaleR-Preview-Dataset": DEEPSCALER,
     "HuggingFaceH4/MATH-500::test": MATH_500,
     "HuggingFaceH4/aime_2024": AIME,
+    "hiyouga/geometry3k::train": GEOMETRY_3K,
 }
 
 

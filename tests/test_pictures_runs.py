@@ -5,16 +5,15 @@ import signal
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText
 
 from easyrl.data.pictures import read_picture
 from easyrl.model.loading import PictureInput, load_policy
 from easyrl.model.processor import load_processor
 from multimodal_models import same_bits, stored
 from runs import easyrl, finish, finish_after, succeed, summary_of
-from vision_processors import processor_folder
+from vision_processors import write_model_with_processor
 
 NUM_ROWS = 6
 SETTINGS = (
@@ -30,24 +29,12 @@ def mean_id(prompts, completions, completion_ids, image, **columns):
 """
 
 
-def write_model(folder, family="qwen2_5_vl"):
-    """Write a model with random weights into a folder, with tokenizer and processor."""
-    processor_folder(folder, family)
-    config = AutoConfig.from_pretrained(folder)
-    torch.manual_seed(1)
-    model = AutoModelForImageTextToText.from_config(config)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            weight.normal_(1.0 if "norm" in name and "bias" not in name else 0.0, 0.1)
-    model.save_pretrained(folder)
-
-
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
     """A folder with models, pictures, rows, of which one is of text, and a reward."""
     folder = tmp_path_factory.mktemp("inputs")
     for family in ("qwen2_5_vl", "gemma3"):
-        write_model(folder / family, family)
+        write_model_with_processor(folder / family, family)
     (folder / "mine.py").write_text(REWARD)
     rows = []
     for number in range(NUM_ROWS):

@@ -26,6 +26,7 @@ from multimodal_models import DELTA_RULE, ROTARY, TEXT, multimodal_folder
 from pages import blocks, make_tools, run_block
 from real_models import real_model
 from runs import easyrl, write_rows
+from vision_processors import write_model_with_processor
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -235,16 +236,18 @@ CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}
 @pytest.fixture(scope="module")
 def stand_ins(tmp_path_factory):
     """Models with a chat template, and with the positions of those that recipes name: one that
-    reads text, and a multimodal Qwen3.5."""
+    reads text, a Qwen3.5 whose tower is kept as it is, and one that reads pictures."""
     folder = tmp_path_factory.mktemp("models")
     text = folder / "text"
     shutil.copytree(TINY, text)
     change_json("config.json", max_position_embeddings=32768)(text)
     longer = TEXT | DELTA_RULE | {"rope_parameters": ROTARY, "max_position_embeddings": 32768}
-    pictures = multimodal_folder(folder / "pictures", "qwen3_5", text_config=longer)
-    for made in (text, pictures):
+    tower = multimodal_folder(folder / "tower", "qwen3_5", text_config=longer)
+    for made in (text, tower):
         change_json("tokenizer_config.json", chat_template=CHAT)(made)
-    return {"text": text, "pictures": pictures}
+    pictures = folder / "pictures"
+    write_model_with_processor(pictures, "qwen3_5", max_position_embeddings=4096)
+    return {"text": text, "tower": tower, "pictures": pictures}
 
 
 @pytest.fixture
@@ -266,8 +269,8 @@ def test_a_recipe_would_start_and_runs_dry(file, stand_ins):
     """On a stand-in for its model, of the same kind, and rows as its data set has them."""
     flags = {"devices.infer": "cpu", "devices.train": "cpu"}
     if load_config(file).model.path not in BUILT_IN_MODELS:
-        kind = "pictures" if file.stem == "qwen3_5" else "text"
-        flags["model.path"] = str(stand_ins[kind])
+        kinds = {"qwen3_5": "tower", "qwen3_5_vision": "pictures"}
+        flags["model.path"] = str(stand_ins[kinds.get(file.stem, "text")])
     with judge_server() as server:
         if file.stem == "judge":
             flags["reward.judge.url"] = server.url

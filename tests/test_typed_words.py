@@ -64,7 +64,7 @@ UNSLOTH = {
     "random_state": "runtime.seed",
     "use_gradient_checkpointing": "train.activation_checkpointing",
     "unsloth_vllm_standby": "rollout.memory_fraction",
-    "finetune_vision_layers": NOTHING,
+    "finetune_vision_layers": "model.vision",
 }
 MS_SWIFT = {
     "tuner_type": "model.lora.rank",

@@ -5,7 +5,8 @@ import json
 import shutil
 from pathlib import Path
 
-from transformers import AutoConfig, AutoTokenizer
+import torch
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
 from easyrl.data.hub import resolve_model
 from multimodal_models import BLOCKS, DELTA_RULE, ROTARY, TEXT, VISION
@@ -248,3 +249,17 @@ def processor_folder(folder, family):
     (folder / "preprocessor_config.json").write_text(json.dumps(about["images"]))
     (folder / "processor_config.json").write_text(json.dumps(about["processor"]))
     return folder
+
+
+def write_model_with_processor(folder, family, **text_settings):
+    """Write a model with random weights into a folder, with tokenizer and processor. Its text model
+    has these settings besides those of the family."""
+    processor_folder(folder, family)
+    config = AutoConfig.from_pretrained(folder)
+    config.text_config.update(text_settings)
+    torch.manual_seed(1)
+    model = AutoModelForImageTextToText.from_config(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.normal_(1.0 if "norm" in name and "bias" not in name else 0.0, 0.1)
+    model.save_pretrained(folder)
