@@ -128,7 +128,7 @@ def test_folder_without_a_readable_trace_is_refused(written):
 def test_finished_run_is_shown_as_it_ended(finished_run, capsys, monkeypatch):
     # The timelines are left out where the end table would not fit.
     words = (sys.executable, "-m", "easyrl", "watch", str(finished_run.folder))
-    terminal = Terminal(*words, lines=40)
+    terminal = Terminal(*words, lines=60)
     monkeypatch.setattr("easyrl.observe.lines.find_spec", lambda module: None)  # as it ran
     assert watch(finished_run.folder, live=False) == 0
     assert capsys.readouterr().out == finished_run.out
