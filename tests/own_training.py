@@ -1,6 +1,7 @@
 """Train workers that a test runs itself: hand-made groups cross a real ring into one in this
 process (`train`), or into two processes on the CPU, over Gloo (the fixture `ranks`)."""
 
+import faulthandler
 import multiprocessing
 import os
 import sys
@@ -188,6 +189,7 @@ def run_case(case, settings, port, producer):
 
 
 def rank_main(rank, store, ring, pipes, orders):
+    faulthandler.enable(file=2)  # a fault in native code says where
     os.environ.update(network_environment(LOOPBACK))
     device = torch.device("cpu")
     ranks = TrainRanks.join(store, rank=rank, size=NUM_RANKS, device=device, timeout_seconds=120)

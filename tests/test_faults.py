@@ -30,6 +30,7 @@ from runs import (
     summary_of,
     wait_for_line,
     wait_until_gone,
+    workers,
     write_rows,
 )
 
@@ -153,6 +154,19 @@ def test_a_run_that_lost_a_worker_ends_in_the_same_bits(tmp_path, undisturbed, s
     assert (code, err) == (0, "")
     assert summary_of(folder)["worker_restarts"] == 1
     assert bits_of(folder) == bits_of(undisturbed(*words))
+
+
+def test_a_worker_that_native_code_aborts_leaves_its_stack_in_the_log(tmp_path):
+    """As malloc does when it finds a broken heap."""
+
+    def abort(process):
+        workers(process.pid)["train-0"].send_signal(signal.SIGABRT)
+
+    code, _, err = finish_after("iteration 1/", abort, "--output", str(tmp_path / "run"), *SMALL)
+    assert code == 1
+    assert "train-0" in err and "SIGABRT" in err
+    log = (tmp_path / "run" / "logs" / "train-0.log").read_text()
+    assert "Fatal Python error: Aborted" in log and "in run_worker" in log
 
 
 POINTS = {

@@ -73,6 +73,8 @@ def run_worker(module: str, name: str, settings: WorkerSettings, *arguments: Any
     try:
         if settings.log_file is not None:
             _redirect_output(settings.log_file)
+        # A segmentation fault or an abort in native code leaves the Python stacks in the log.
+        faulthandler.enable(file=2, all_threads=True)
         faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)  # see Watchdog
         control.send(Starting("importing torch and transformers"))
         set_up_process(settings)
