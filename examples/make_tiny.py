@@ -40,7 +40,10 @@ from easyrl.environments.guess import Guess
 from easyrl.model.processor import load_processor
 from easyrl.types import Picture
 
-HASTE, SLIP, GIVE_UP, STEP = 0.12, 0.5, 0.2, 0.85  # probabilities
+# Probabilities of the second stage's mistakes. Pictures' sums are shorter than those of text: with
+# as much haste as there, most of them would be right before RL begins.
+HASTE, SLIP, GIVE_UP, STEP = 0.12, 0.5, 0.2, 0.85
+HASTE_WITH_PICTURES = 0.35
 MEMORY = 10, 100  # tokens, by head
 FEW = 5
 MAX_TRIES = 8
@@ -150,7 +153,8 @@ def batches_with_pictures(tokenizer: Any, stage: int, rng: random.Random) -> Ite
             operands = PICTURE_SUMS.problem(stage, index)
             picture = Picture(PICTURE_SUMS.row(operands)["image"]["bytes"])
             prompt = processor.render(question, [picture])
-            ids, labels = tokens([(solution(operands, rng, HASTE * stage), True)], tokenizer)
+            answer = solution(operands, rng, HASTE_WITH_PICTURES * stage)
+            ids, labels = tokens([(answer, True)], tokenizer)
             before = torch.tensor(prompt.token_ids)
             no_loss = torch.full_like(before, -100)
             rows.append((torch.cat([before, ids]), torch.cat([no_loss, labels])))

@@ -24,7 +24,8 @@ from easyrl.config import ConfigError, load_config
 from easyrl.data import datasets as own_datasets
 from easyrl.data.datasets import open_prompts, problem_ids, problems_of
 from easyrl.data.presets import PRESETS, TRAINED, eval_sampling
-from easyrl.data.streams import BLOCK, DataSet, PromptStream, RowForm
+from easyrl.data.row_form import RowForm
+from easyrl.data.streams import BLOCK, DataSet, PromptStream
 from easyrl.data.tasks import ARITHMETIC, COUNTDOWN, COUNTDOWN_SMALL, score
 from easyrl.data.values import answers_of
 from easyrl.processes import allow_long_integers

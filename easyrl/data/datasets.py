@@ -28,7 +28,8 @@ from easyrl.config.spec import DataSpec
 from easyrl.data.hub import HubUnreachable, reach_hub
 from easyrl.data.picture_columns import PictureSource, find_column, shows_pictures
 from easyrl.data.presets import PRESETS, TRAINED, named_preset, preset_of
-from easyrl.data.streams import KEY, DataSet, PromptStream, RowForm, content_of
+from easyrl.data.row_form import RowForm
+from easyrl.data.streams import KEY, DataSet, PromptStream, content_of
 from easyrl.data.tables import Table
 from easyrl.formatting import require
 from easyrl.processes import allow_long_integers

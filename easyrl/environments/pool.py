@@ -7,7 +7,7 @@ from typing import Any
 
 from easyrl.config import ConfigError
 from easyrl.config.spec import EpisodeSpec
-from easyrl.data.streams import ENVIRONMENT_COLUMN
+from easyrl.data.row_form import ENVIRONMENT_COLUMN
 from easyrl.environments.host import EnvironmentHost, Key, Loaded
 from easyrl.environments.host_pool import FAILURES, HostPool, TimeLimit
 from easyrl.environments.loading import KEY, Interface, Interfaces

@@ -7,8 +7,8 @@ from typing import Literal
 
 from easyrl.config import ConfigError
 from easyrl.config.spec import RewardSpec
+from easyrl.data.row_form import ANSWER_COLUMN
 from easyrl.data.row_shapes import is_conversation, is_nested, likely_reference
-from easyrl.data.streams import ANSWER_COLUMN
 from easyrl.rewards import functions, math
 from easyrl.rewards.code import check_code, code
 from easyrl.rewards.functions import RewardFunction

@@ -31,7 +31,7 @@ import numpy as np
 from easyrl.config import ConfigError, JudgeConfig
 from easyrl.config.spec import RewardSpec
 from easyrl.data.pictures import data_address
-from easyrl.data.streams import RESERVED_COLUMNS
+from easyrl.data.row_form import RESERVED_COLUMNS
 from easyrl.data.values import is_missing
 from easyrl.events import JUDGE_REPLIES
 from easyrl.formatting import shorten

@@ -14,6 +14,7 @@ from easyrl.config.hints import did_you_mean
 from easyrl.config.reward import JudgeConfig
 from easyrl.config.spec import RewardSpec
 from easyrl.data.hub import is_hub_id
+from easyrl.data.row_form import ANSWER_COLUMN, RESERVED_COLUMNS
 from easyrl.data.row_shapes import (
     REFERENCES,
     conversation_in,
@@ -21,7 +22,6 @@ from easyrl.data.row_shapes import (
     likely_reference,
     quoted_name,
 )
-from easyrl.data.streams import ANSWER_COLUMN, RESERVED_COLUMNS
 from easyrl.formatting import require
 from easyrl.rewards import builtin
 from easyrl.rewards.builtin import BUILT_IN
