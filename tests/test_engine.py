@@ -20,6 +20,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast, TopKLogitsWarper, TopPLogitsWarper
 
 import recorded_graphs
+from easyrl.config.model import LoraConfig
 from easyrl.engines import (
     MAX_PREFIXES,
     embedded,
@@ -49,6 +50,7 @@ from tiny_models import (
     WINDOW,
     WITH_SINKS,
     WITH_STATES,
+    packed_logits,
     pieces_of,
     tiny_model,
 )
@@ -400,9 +402,9 @@ def test_fused_operations_serve_llamas_kind_where_the_first_weights_hide_nothing
     assert not is_fused(engine)
 
 
-def make_hybrid(name="qwen3_5_text", **changes):
+def make_hybrid(name="qwen3_5_text", spread=0.2, **changes):
     changes = WITH_STATES[name] | changes
-    return Policy(tiny_model(name, ATTENTION_NAME, **changes), torch.device("cpu"))
+    return Policy(tiny_model(name, ATTENTION_NAME, spread, **changes), torch.device("cpu"))
 
 
 def has_steps(policy):
@@ -519,6 +521,38 @@ def test_a_layer_whose_own_code_is_another_is_found():
     assert has_steps(policy) == [True, False]
     del first.in_proj_a
     assert has_steps(policy) == [False, False]
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"])
+def test_states_give_the_trainers_logprobs_across_chunks_and_with_each_adapter(family):
+    """Prompts of one token, and around the ends of chunks of 64 tokens; beginnings that prompts
+    share, continued twice; then the same with two updates of LoRA adapters."""
+    trainer = make_hybrid(family, spread=SPREAD)
+    served = make_hybrid(family, spread=SPREAD)
+    trainer.add_adapter(LoraConfig(rank=4), path="tiny", seed=0)
+    engine = make_engine(policy=served, max_prompt_length=140, max_completion_length=70)
+    assert engine.cache.states is not None
+    generator = torch.Generator().manual_seed(0)
+    rng = np.random.default_rng(0)
+    shared = rng.integers(3, VOCABULARY, 100).tolist()
+    prompts = [rng.integers(3, VOCABULARY, n).tolist() for n in (1, 2, 63, 64, 65, 129)]
+    prompts += [[*shared, 5], [*shared, 6, 7], shared, [*shared[:70], 8]]
+    for update in range(3):
+        pieces = pieces_of(trainer.weights(only_trained=update > 0, merge=False))
+        engine.load_weights(pieces)
+        completions = run(engine, requests(prompts, 3))
+        for key, group in completions.items():
+            prompt = prompts[key[0]]
+            for completion in group:
+                ids = torch.tensor([*prompt, *completion.token_ids.tolist()])
+                with torch.no_grad():
+                    logits = packed_logits(trainer, [ids])[:-1]
+                every = torch.log_softmax(logits, dim=-1)
+                expected = every.gather(1, ids[1:, None])[len(prompt) - 1 :, 0]
+                np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=1e-4)
+        with torch.no_grad():
+            for weight in trainer.trained_parameters():
+                weight.add_(torch.randn(weight.shape, generator=generator), alpha=0.05)
 
 
 @pytest.mark.parametrize("end_tokens", [[EOS, 3, 4], []])

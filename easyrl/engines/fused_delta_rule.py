@@ -1,20 +1,23 @@
 """One token of a gated delta rule in fewer operations: for decoding in float32 on the CPU.
 
-A layer's own code makes several tensors as large as the states of all rows for it, and computes its
-convolution as one of many tokens. Here the states are written in place (arXiv 2412.06464, eq. 10;
-S: state before the token, S': behind it; q, k, v: query, key and value; a: decay, b: beta):
+For one token, a layer's own code makes several tensors that are as large as the states of all rows,
+and runs its convolution as for many tokens. Here both states are written in place (arXiv
+2412.06464, eq. 10). S is the state before the token and S' the one behind it; q, k and v are query,
+key and value, a is the decay and b beta:
 
     S'   = a S + k dᵀ            d = b (v - a Sᵀk)
     S'ᵀq = a Sᵀq + (k·q) d       so that Sᵀk and Sᵀq are one product
 
-The layers are those of Qwen3.5. They are recognized by what they compute: the outputs and states of
-each layer are compared with those of its own code, which is used where they differ. They are also
-compared with random weights: the model's own ones may be zero, or let a state decay at once, and so
-hide a difference that later weights show.
+The layers are those of Qwen3.5 and of models with the same ones. They are recognized by what they
+compute: outputs and states are compared with those of each layer's own code, which is used where
+they differ. The comparison is repeated with random weights. The model's first weights may be zero,
+or let a state decay at once, and so hide a difference that later weights show.
 
 Shapes: B rows, H the model's width, C channels of the convolution, K its kernel size, N value
 heads, Dk and Dv head sizes of keys and values.
 """
+
+from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -43,7 +46,7 @@ def fuse_steps(policy: Policy) -> None:
         mixer.step = _exact_step(layer)
 
 
-def _exact_step(layer: nn.Module) -> "DeltaStep | None":
+def _exact_step(layer: nn.Module) -> DeltaStep | None:
     """Return a layer's step, or None if it differs from the layer's own code."""
     for parameter in layer.parameters():
         if parameter.dtype != torch.float32 or not parameter.is_cpu:
@@ -51,11 +54,11 @@ def _exact_step(layer: nn.Module) -> "DeltaStep | None":
     # An error of any kind: the layer may be of another kind.
     with suppress(Exception):
         step = DeltaStep(layer)
-        is_exact = _equals(step)
+        if not _equals(step):
+            return None
         with _random_weights(layer):
-            is_exact = is_exact and _equals(step)
-        if is_exact:
-            return step
+            if _equals(step):
+                return step
     return None
 
 
@@ -81,8 +84,8 @@ def _random_weight(own_weight: Tensor, generator: torch.Generator) -> Tensor:
 
 
 @torch.inference_mode()
-def _equals(step: "DeltaStep") -> bool:
-    """Compare the outputs and states of a token behind some random ones."""
+def _equals(step: DeltaStep) -> bool:
+    """Compare outputs and states with the layer's own: of one token behind some random ones."""
     mixer = step.layer.forward
     generator = torch.Generator().manual_seed(0)
     shape = (CHECKED_ROWS, CHECKED_TOKENS + 1, step.layer.hidden_size)
