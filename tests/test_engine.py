@@ -20,10 +20,12 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast, TopKLogitsWarper, TopPLogitsWarper
 
 import recorded_graphs
+from easyrl.config.model import LoraConfig
 from easyrl.engines import (
     MAX_PREFIXES,
     embedded,
     fused_decoder,
+    fused_delta_rule,
     prefixes,
     sampling,
     step_graphs,
@@ -32,6 +34,7 @@ from easyrl.engines.base import GroupRequest, SamplingSettings
 from easyrl.engines.cache import attention as cache_attention
 from easyrl.engines.cache import cache as node_cache
 from easyrl.engines.embedded import EmbeddedEngine
+from easyrl.engines.fused_delta_rule import DeltaStep
 from easyrl.engines.generate import GenerateEngine
 from easyrl.engines.prefixes import PromptPrefixes
 from easyrl.engines.sampling import StopStrings, uniform_stream
@@ -47,6 +50,7 @@ from tiny_models import (
     WINDOW,
     WITH_SINKS,
     WITH_STATES,
+    packed_logits,
     pieces_of,
     tiny_model,
 )
@@ -398,30 +402,157 @@ def test_fused_operations_serve_llamas_kind_where_the_first_weights_hide_nothing
     assert not is_fused(engine)
 
 
-def test_fused_steps_serve_qwens_gated_delta_rule_where_the_first_weights_hide_nothing():
-    def is_fused(policy):
-        make_engine("qwen3_5_text", policy)
-        return [layer.forward.step is not None for layer in find_layers(policy.model)]
+def make_hybrid(name="qwen3_5_text", spread=0.2, **changes):
+    changes = WITH_STATES[name] | changes
+    return Policy(tiny_model(name, ATTENTION_NAME, spread, **changes), torch.device("cpu"))
 
-    policies = {name: make_policy(name) for name in HYBRIDS}
-    served = {name for name, policy in policies.items() if all(is_fused(policy))}
-    assert served == {"qwen3_5_text"}
 
-    of_other_dtype = make_policy("qwen3_5_text")
-    of_other_dtype.model.double()
-    assert not any(is_fused(of_other_dtype))
+def has_steps(policy):
+    """Of each layer with a state, whether an engine computes single tokens by fused operations."""
+    make_engine("qwen3_5_text", policy)
+    return [layer.forward.step is not None for layer in find_layers(policy.model)]
 
-    policy = make_policy("qwen3_5_text")
+
+def test_fused_steps_serve_qwens_gated_delta_rule_in_float32():
+    served = {name for name in WITH_STATES if all(has_steps(make_hybrid(name)))}
+    assert served == {"qwen3_5_text", "qwen3_5_moe_text"}
+    assert not any(has_steps(make_hybrid(hidden_act="gelu")))  # behind the convolution
+
+    policy = make_hybrid()
+    before = policy.weights_sha256()
+    assert has_steps(policy) == [True, True]
+    assert policy.weights_sha256() == before  # random weights were there for the check alone
+    policy.model.double()
+    assert has_steps(policy) == [False, False]
+
+
+def times(factor, function):
+    return lambda *inputs: factor * function(*inputs)
+
+
+def token_with(**wrong):
+    """A change of a step: it takes another value for a part of the token, given the token."""
+    right = DeltaStep._token
+
+    def token(self, *inputs):
+        found = right(self, *inputs)
+        return found._replace(**{name: change(found) for name, change in wrong.items()})
+
+    return DeltaStep, "_token", token
+
+
+def then(function, spoil):
+    """A change of a step: what a function has updated in place is spoiled behind it."""
+    right = getattr(fused_delta_rule, function)
+
+    def called(*inputs):
+        output = right(*inputs)
+        spoil(*inputs)
+        return output
+
+    return fused_delta_rule, function, called
+
+
+SLIGHTLY = 1.0001
+WRONG_STEPS = {
+    "query": lambda: token_with(query=lambda token: SLIGHTLY * token.query),
+    "key": lambda: token_with(key=lambda token: SLIGHTLY * token.key),
+    "value": lambda: token_with(value=lambda token: SLIGHTLY * token.value),
+    "decay": lambda: token_with(decay=lambda token: SLIGHTLY * token.decay),
+    "beta": lambda: token_with(beta=lambda token: SLIGHTLY * token.beta),
+    "rows": lambda: token_with(decay=lambda token: token.decay.flip(0)),
+    "heads": lambda: token_with(decay=lambda token: token.decay.flip(1)),
+    "heads of keys": lambda: token_with(key=lambda token: token.key[:, [0, 2, 1, 3]]),
+    "eps": lambda: (fused_delta_rule, "EPS", 1e-5),
+    "no eps": lambda: (fused_delta_rule, "EPS", 0.0),
+    "output": lambda: (fused_delta_rule, "_update", times(SLIGHTLY, fused_delta_rule._update)),
+    "state": lambda: then("_update", lambda state, token: state.mul_(SLIGHTLY)),
+    "state's update": lambda: then(
+        "_update", lambda state, token: state.sub_(token.key[..., None] @ token.value[..., None, :])
+    ),
+    "convolution": lambda: (
+        fused_delta_rule,
+        "_convolve",
+        times(SLIGHTLY, fused_delta_rule._convolve),
+    ),
+    "inputs of the convolution": lambda: then(
+        "_convolve", lambda newest, inputs, weight: inputs[..., 1].zero_()
+    ),
+}
+HIDDEN_BY = {
+    "nothing": lambda layer: None,
+    "an output of zeros": lambda layer: layer.out_proj.weight.zero_(),
+    "a state that decays at once": lambda layer: layer.A_log.fill_(5.0),
+    "a state that never decays": lambda layer: layer.A_log.fill_(-50.0),
+    "keys of zeros": lambda layer: layer.in_proj_qkv.weight[:32].zero_(),
+}
+
+
+@pytest.mark.parametrize("hidden_by", HIDDEN_BY)
+def test_a_wrong_fused_step_is_found_whatever_the_first_weights_hide(hidden_by, monkeypatch):
+    """Relative errors of 1e-4, each in a part of its own. The right step is used all the same."""
+    policy = make_hybrid(linear_num_value_heads=4)
+    with torch.no_grad():
+        for layer in find_layers(policy.model):
+            HIDDEN_BY[hidden_by](layer)
+    assert has_steps(policy) == [True, True]
+    not_found = []
+    for name, wrong in WRONG_STEPS.items():
+        with monkeypatch.context() as changed:
+            changed.setattr(*wrong())
+            if any(has_steps(policy)):
+                not_found.append(name)
+    assert not not_found
+
+
+def test_a_layer_whose_own_code_is_another_is_found():
+    """One that gives other outputs, has another weight, or fails."""
+    policy = make_hybrid()
     first, second = find_layers(policy.model)
     own_forward = first.forward.own_forward
-    first.forward.own_forward = lambda **inputs: 1.0001 * own_forward(**inputs)
-    assert is_fused(policy) == [False, True]
+    first.forward.own_forward = lambda **inputs: SLIGHTLY * own_forward(**inputs)
+    assert has_steps(policy) == [False, True]
     first.forward.own_forward = own_forward
-    assert is_fused(policy) == [True, True]
-    second.in_proj_z.weight.data.zero_()
-    assert is_fused(policy) == [True, False]
-    first.other_norm = torch.nn.LayerNorm(8)
-    assert is_fused(policy) == [False, False]
+    assert has_steps(policy) == [True, True]
+
+    second.bias = torch.nn.Parameter(torch.zeros(32))  # as its first value it changes nothing
+    forward_of_second = second.forward.own_forward
+    second.forward.own_forward = lambda **inputs: forward_of_second(**inputs) + second.bias
+    assert has_steps(policy) == [True, False]
+    del first.in_proj_a
+    assert has_steps(policy) == [False, False]
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"])
+def test_states_give_the_trainers_logprobs_across_chunks_and_with_each_adapter(family):
+    """Prompts of one token, and around the ends of chunks of 64 tokens; beginnings that prompts
+    share, continued twice; then the same with two updates of LoRA adapters."""
+    trainer = make_hybrid(family, spread=SPREAD)
+    served = make_hybrid(family, spread=SPREAD)
+    trainer.add_adapter(LoraConfig(rank=4), path="tiny", seed=0)
+    engine = make_engine(policy=served, max_prompt_length=140, max_completion_length=70)
+    assert engine.cache.states is not None
+    generator = torch.Generator().manual_seed(0)
+    rng = np.random.default_rng(0)
+    shared = rng.integers(3, VOCABULARY, 100).tolist()
+    prompts = [rng.integers(3, VOCABULARY, n).tolist() for n in (1, 2, 63, 64, 65, 129)]
+    prompts += [[*shared, 5], [*shared, 6, 7], shared, [*shared[:70], 8]]
+    for update in range(3):
+        pieces = pieces_of(trainer.weights(only_trained=update > 0, merge=False))
+        engine.load_weights(pieces)
+        completions = run(engine, requests(prompts, 3))
+        for key, group in completions.items():
+            prompt = prompts[key[0]]
+            for completion in group:
+                ids = torch.tensor([*prompt, *completion.token_ids.tolist()])
+                with torch.no_grad():
+                    logits = packed_logits(trainer, [ids])[:-1]
+                every = torch.log_softmax(logits, dim=-1)
+                expected = every.gather(1, ids[1:, None])[len(prompt) - 1 :, 0]
+                np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=1e-4)
+        with torch.no_grad():
+            for weight in trainer.trained_parameters():
+                weight.add_(torch.randn(weight.shape, generator=generator), alpha=0.05)
 
 
 @pytest.mark.parametrize("end_tokens", [[EOS, 3, 4], []])

@@ -1,20 +1,26 @@
 """One token of a gated delta rule in fewer operations: for decoding in float32 on the CPU.
 
-A layer's own code reads and writes the states of all rows eight times for a token, and computes its
-convolution as one of many tokens. Here the states are read or written in place, four times
-(arXiv 2412.06464, eq. 10; S: state, q, k, v: query, key and value, a: decay, b: beta):
+For one token, a layer's own code makes several tensors that are as large as the states of all rows,
+and runs its convolution as for many tokens. Here both states are written in place (arXiv
+2412.06464, eq. 10). S is the state before the token and S' the one behind it; q, k and v are query,
+key and value, a is the decay and b beta:
 
-    S' = a S + k dᵀ          d = b (v - a Sᵀk)
-    S'ᵀq = a Sᵀq + (k·q) d   so that Sᵀk and Sᵀq are one product
+    S'   = a S + k dᵀ            d = b (v - a Sᵀk)
+    S'ᵀq = a Sᵀq + (k·q) d       so that Sᵀk and Sᵀq are one product
 
-The layers are those of Qwen3.5, recognized by their parts. Each is compared with its own code,
-which is used where results differ, or where weights that are all zero could hide that.
+The layers are those of Qwen3.5 and of models with the same ones. They are recognized by what they
+compute: outputs and states are compared with those of each layer's own code, which is used where
+they differ. The comparison is repeated with random weights. The model's first weights may be zero,
+or let a state decay at once, and so hide a difference that later weights show.
 
 Shapes: B rows, H the model's width, C channels of the convolution, K its kernel size, N value
 heads, Dk and Dv head sizes of keys and values.
 """
 
-from contextlib import suppress
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -26,63 +32,79 @@ from easyrl.model.policy import Policy
 TOLERANCE = 1e-5  # largest difference, relative to the largest value: rounding in float32
 CHECKED_ROWS = 3
 CHECKED_TOKENS = 6  # before the token that is compared
-EPS = 1e-6  # of the norms of queries and keys
+CHECKED_SCALES = (1.0, 0.01)  # of the hidden states: small ones show `EPS`
+EPS = 1e-6  # added to the squared norms of queries and keys
 CONVOLUTION = StateName("convolution", 0)
 RECURRENT = StateName("recurrent", 0)
-MATRICES = {
-    *("in_proj_qkv.weight", "in_proj_z.weight", "in_proj_a.weight", "in_proj_b.weight"),
-    *("conv1d.weight", "norm.weight", "out_proj.weight"),
-}
-VECTORS = {"A_log", "dt_bias"}
 
 
 def fuse_steps(policy: Policy) -> None:
     """Let layers compute single tokens with `DeltaStep`, where it is exact."""
-    for parameter in policy.model.parameters():
-        if parameter.dtype != torch.float32 or not parameter.is_cpu:
-            return
     for layer in find_layers(policy.model):
-        _fuse_step(layer)
+        mixer = layer.forward
+        assert isinstance(mixer, RecurrentMixer)
+        mixer.step = _exact_step(layer)
 
 
-def _fuse_step(layer: Any) -> None:
-    mixer = layer.forward
-    assert isinstance(mixer, RecurrentMixer)
-    mixer.step = None
+def _exact_step(layer: nn.Module) -> DeltaStep | None:
+    """Return a layer's step, or None if it differs from the layer's own code."""
+    for parameter in layer.parameters():
+        if parameter.dtype != torch.float32 or not parameter.is_cpu:
+            return None
     # An error of any kind: the layer may be of another kind.
-    with torch.inference_mode(), suppress(Exception):
+    with suppress(Exception):
         step = DeltaStep(layer)
-        if _shows_all_weights(layer) and _equals(step, mixer, layer):
-            mixer.step = step
+        if not _equals(step):
+            return None
+        with _random_weights(layer):
+            if _equals(step):
+                return step
+    return None
 
 
-def _shows_all_weights(layer: nn.Module) -> bool:
-    """Return whether a comparison of outputs tests the use of every weight: `DeltaStep` uses all
-    parameters, and no product is all zeros."""
-    parameters = dict(layer.named_parameters())
-    return parameters.keys() == MATRICES | VECTORS and all(
-        bool(parameters[name].any()) for name in MATRICES
-    )
-
-
-def _equals(step: "DeltaStep", mixer: RecurrentMixer, layer: Any) -> bool:
-    """Compare the outputs and states of a token behind some random ones."""
+@contextmanager
+def _random_weights(layer: nn.Module) -> Iterator[None]:
+    """Give a layer random weights inside the block, and then its own ones again."""
     generator = torch.Generator().manual_seed(0)
-    shape = (CHECKED_ROWS, CHECKED_TOKENS + 1, layer.hidden_size)
-    hidden = torch.randn(shape, generator=generator)
-    state = MixerState()
-    mixer.run(hidden[:, :-1], state)
-    copied = {name: tensor.clone() for name, tensor in state.tensors.items()}
-    own_state = MixerState(copied)
-    newest = hidden[:, -1:]
-    output = step(newest, state)
-    own_output = mixer.run(newest, own_state)
+    own_weights = [(parameter, parameter.data) for parameter in layer.parameters()]
+    try:
+        for parameter, own_weight in own_weights:
+            parameter.data = _random_weight(own_weight, generator)
+        yield
+    finally:
+        for parameter, own_weight in own_weights:
+            parameter.data = own_weight
 
-    if state.tensors.keys() != own_state.tensors.keys() or not _are_close(output, own_output):
-        return False
-    for name, tensor in own_state.tensors.items():
-        if not _are_close(state.tensors[name], tensor):
+
+def _random_weight(own_weight: Tensor, generator: torch.Generator) -> Tensor:
+    """Return a weight of the same shape, random and so large that products keep their size."""
+    num_summed = own_weight[0].numel()
+    bound = (3 / num_summed) ** 0.5  # the variance of uniform numbers is bound² / 3
+    return torch.empty_like(own_weight).uniform_(-bound, bound, generator=generator)
+
+
+@torch.inference_mode()
+def _equals(step: DeltaStep) -> bool:
+    """Compare outputs and states with the layer's own: of one token behind some random ones."""
+    mixer = step.layer.forward
+    generator = torch.Generator().manual_seed(0)
+    shape = (CHECKED_ROWS, CHECKED_TOKENS + 1, step.layer.hidden_size)
+    random_hidden = torch.randn(shape, generator=generator)
+    for scale in CHECKED_SCALES:
+        hidden = scale * random_hidden
+        state = MixerState()
+        mixer.run(hidden[:, :-1], state)
+        copied = {name: tensor.clone() for name, tensor in state.tensors.items()}
+        own_state = MixerState(copied)
+        newest = hidden[:, -1:]
+        output = step(newest, state)
+        own_output = mixer.run(newest, own_state)
+
+        if state.tensors.keys() != own_state.tensors.keys() or not _are_close(output, own_output):
             return False
+        for name, tensor in own_state.tensors.items():
+            if not _are_close(state.tensors[name], tensor):
+                return False
     return True
 
 
@@ -106,27 +128,23 @@ class DeltaStep:
     """A layer's forward for one token of each row. It reads the layer's weights where they are."""
 
     def __init__(self, layer: Any) -> None:
-        """Raises an error of any kind if the layer is of another kind."""
-        if layer.activation not in ("silu", "swish") or layer.conv1d.bias is not None:
-            raise ValueError("expected a convolution without bias, followed by SiLU")
-        self._layer = layer
-        self._sizes = [layer.key_dim, layer.key_dim, layer.value_dim]
+        """Raises AttributeError if the layer is of another kind."""
+        self.layer = layer
+        self._sizes = [layer.key_dim, layer.key_dim, layer.value_dim]  # of query, key and value
 
     def __call__(self, hidden: Tensor, state: MixerState) -> Tensor:
         """Return the layer's outputs [B, 1, H] for hidden states [B, 1, H]. `state`, which is not
         empty, is replaced in place."""
-        layer = self._layer
-        head_size = layer.head_v_dim
+        layer = self.layer
         x = hidden[:, 0]
-        kernel = layer.conv1d.weight[:, 0]
         inputs = state.tensors[CONVOLUTION]
-        convolved = _convolve(layer.in_proj_qkv(x), inputs, kernel)
-        token = self._token(x, convolved)
-        recurrent = state.tensors[RECURRENT]
-        read = _update(recurrent, token)
-        gate = layer.in_proj_z(x)
-        gate_heads = gate.view(-1, head_size)
-        read_heads = read.view(-1, head_size)
+        kernel = layer.conv1d.weight[:, 0]
+        channels = _convolve(layer.in_proj_qkv(x), inputs, kernel)
+        read = _update(state.tensors[RECURRENT], self._token(x, channels))
+
+        # Norm and gate of each head.
+        read_heads = read.view(-1, layer.head_v_dim)
+        gate_heads = layer.in_proj_z(x).view(-1, layer.head_v_dim)
         normalized = layer.norm(read_heads, gate_heads)
         rows = normalized.view(len(x), 1, -1)
         output: Tensor = layer.out_proj(rows)
@@ -134,17 +152,19 @@ class DeltaStep:
 
     def _token(self, x: Tensor, channels: Tensor) -> _Token:
         """Return the tokens of hidden states [B, H] and outputs of the convolution [B, C]."""
-        layer = self._layer
+        layer = self.layer
         num_rows = len(x)
         key_size = layer.head_k_dim
         query, key, value = torch.split(channels, self._sizes, dim=-1)
-        both = torch.stack([query, key]).view(2, num_rows, -1, key_size)
-        squares = both.square().sum(dim=-1, keepdim=True)
-        both = both * torch.rsqrt(squares + EPS)
+
+        query_and_key = torch.stack([query, key]).view(2, num_rows, -1, key_size)
+        squares = query_and_key.square().sum(dim=-1, keepdim=True)
+        normalized = query_and_key * torch.rsqrt(squares + EPS)
         heads_per_key = layer.num_v_heads // layer.num_k_heads
         if heads_per_key > 1:
-            both = both.repeat_interleave(heads_per_key, dim=2)
-        normalized_query, normalized_key = both
+            normalized = normalized.repeat_interleave(heads_per_key, dim=2)
+        normalized_query, normalized_key = normalized  # 2 x [B, N, Dk]
+
         steps = nn.functional.softplus(layer.in_proj_a(x) + layer.dt_bias)
         return _Token(
             query=normalized_query * key_size**-0.5,
@@ -173,16 +193,16 @@ def _update(state: Tensor, token: _Token) -> Tensor:
     key_and_query = torch.stack([key, query], dim=2)  # [B, N, 2, Dk]
     products = key_and_query @ state
     products.mul_(decay)
-    known, read = products.unbind(2)  # 2 x [B, N, Dv]
-    change = (token.value - known) * beta
+    known, read_before = products.unbind(2)  # a Sᵀk and a Sᵀq, 2 x [B, N, Dv]
+    change = (token.value - known) * beta  # d
 
+    # S' = a S + k dᵀ
     state.mul_(decay)
-    _, _, *head_shape = state.shape
-    matrices = state.view(-1, *head_shape)  # [B N, Dk, Dv]
+    matrices = state.view(-1, *state.shape[2:])  # [B N, Dk, Dv]
     key_columns = key.flatten(0, 1).unsqueeze(2)
     change_rows = change.flatten(0, 1).unsqueeze(1)
     matrices.baddbmm_(key_columns, change_rows)
 
-    products_of_both = key * query
-    overlap = products_of_both.sum(dim=-1, keepdim=True)
-    return torch.addcmul(read, overlap, change)
+    # S'ᵀq = a Sᵀq + (k·q) d
+    overlap = (key * query).sum(dim=-1, keepdim=True)
+    return torch.addcmul(read_before, overlap, change)
