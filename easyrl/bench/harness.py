@@ -21,6 +21,7 @@ from easyrl import events
 from easyrl.config import load_config
 from easyrl.data.chat import render_prompt
 from easyrl.data.hub import resolve_model
+from easyrl.data.picture_sums import PICTURE_SUMS
 from easyrl.model.files import load_tokenizer
 from easyrl.processes import num_cores
 from easyrl.runtime.run import run
@@ -164,6 +165,24 @@ def write_model_and_prompts(
         "model.path": path,
         "data.dataset": str(file),
         "data.max_prompt_length": max(lengths),
+        "reward.functions": [f"{__name__}:spread"],
+    }
+
+
+def write_pictures(folder: Path, model: str, num_prompts: int) -> dict[str, Any]:
+    """Write prompts of `picture-sums`, each with its picture in a file of its own. Return the
+    settings that name them, the model, and the reward."""
+    rows = []
+    for number in range(num_prompts):
+        row = PICTURE_SUMS.train_row(0, number)
+        picture = folder / f"{number}.png"
+        picture.write_bytes(row["image"]["bytes"])
+        rows.append(json.dumps({"prompt": row["prompt"], "image": str(picture)}))
+    file = folder / "prompts.jsonl"
+    file.write_text("\n".join(rows))
+    return {
+        "model.path": resolve_model(model),
+        "data.dataset": str(file),
         "reward.functions": [f"{__name__}:spread"],
     }
 

@@ -1,7 +1,8 @@
 """Whole iterations of EasyRL against TRL's GRPO trainer on the same work (docs/benchmarks.md).
 
 TRL runs in a process of its own; the two take turns. Models are random and prompts are digits, but
-in the rows `smollm2`, which ask a chat model for sums and train it a little.
+in the rows `smollm2`, which ask a chat model for sums and train it a little, and in the row
+`vision`, in which the built-in model with a tower adds the numbers of pictures.
 """
 
 import json
@@ -75,7 +76,8 @@ def random_hybrid(size: Mapping[str, Any]) -> Any:
 class Work:
     """What both trainers do in an iteration, and how TRL does it."""
 
-    size: Mapping[str, Any] | None  # of the random model; None: a chat model that is given
+    size: Mapping[str, Any] | None  # of the random model; None: a chat model that is given,
+    # or with pictures the built-in one
     num_prompts: int
     num_generations: int
     prompt_length: int  # digits
@@ -86,6 +88,12 @@ class Work:
     learning_rate: float = 0.0
     lora_rank: int | None = None
     schema_length: int = 0  # characters of a schema of tools before every prompt
+    has_pictures: bool = False  # each prompt has one, of `picture-sums`
+
+    @property
+    def asks_given_model(self) -> bool:
+        """Whether the user has to name a chat model."""
+        return self.size is None and not self.has_pictures
 
     @property
     def num_completions(self) -> int:
@@ -141,10 +149,20 @@ ROWS = {
         iterations=4,
         micro_batch=16,
     ),
+    "vision": Work(
+        size=None,
+        num_prompts=8,
+        num_generations=8,
+        prompt_length=4,
+        max_completion_length=64,
+        iterations=4,
+        micro_batch=64,
+        has_pictures=True,
+    ),
     "smollm2": SMOLLM2,
     "smollm2_lora": replace(SMOLLM2, lora_rank=16),
 }
-RANDOM = [name for name, work in ROWS.items() if work.size is not None]
+BY_DEFAULT = [name for name, work in ROWS.items() if not work.asks_given_model]
 
 
 class Measured(NamedTuple):
@@ -179,19 +197,19 @@ def run(
     rounds: int = 3,
     iterations: int | None = None,
 ) -> Iterator[harness.Row]:
-    """Yield a row per name in `rows`, which commas separate; by default, those of random models.
-    Rates are medians over rounds. Raises ConfigError for unknown rows, for devices of two kinds or
-    of Ray, and without TRL.
+    """Yield a row per name in `rows`, which commas separate; by default, those that need no model
+    of the user's. Rates are medians over rounds. Raises ConfigError for unknown rows, for devices
+    of two kinds or of Ray, and without TRL.
 
     `model`: the chat model of the rows `smollm2`; in other rows it replaces the random one.
     `iterations`: measured in each round instead of the row's own number.
     """
-    names = RANDOM if rows is None else [name.strip() for name in rows.split(",")]
+    names = BY_DEFAULT if rows is None else [name.strip() for name in rows.split(",")]
     unknown = [name for name in names if name not in ROWS]
     if unknown:
         got = "', '".join(unknown)
         raise ConfigError(f"--rows: expected some of {', '.join(ROWS)}, got '{got}'")
-    chats = [name for name in names if name not in RANDOM]
+    chats = [name for name in names if name not in BY_DEFAULT]
     if chats and model is None:
         raise ConfigError(f"--rows {chats[0]}: expected --model FOLDER too, a chat model; got none")
     flags: dict[str, Any] = {"devices.infer": infer_devices, "devices.train": train_devices}
@@ -208,15 +226,7 @@ def run(
         used = ", ".join(f"{key} {value}" for key, value in settings.items())
         peer = f"TRL {metadata.version('trl')}, {used}"
         with signals_as_interrupts(), tempfile.TemporaryDirectory(prefix="easyrl-bench-") as folder:
-            inputs = harness.write_model_and_prompts(
-                Path(folder),
-                model if work.size is None or model else work.make_model(work.size),
-                dtype,
-                work.num_prompts,
-                work.prompt_length,
-                is_chat=work.size is None,
-                schema_length=work.schema_length,
-            )
+            inputs = _write_inputs(Path(folder), work, model, dtype)
             actions = {
                 "easyrl": partial(run_easyrl, name, work, {**flags, **inputs}),
                 "peer": partial(run_trl, f"{name}, {peer}", work, inputs, settings),
@@ -234,6 +244,22 @@ def run(
             row[f"{side}_tokens_per_second"] = statistics.median(rates[side])
             row[f"{side}_mean_length"] = statistics.mean(lengths[side])
         yield row
+
+
+def _write_inputs(folder: Path, work: Work, model: str | None, dtype: str) -> dict[str, Any]:
+    """Write the prompts of a row, and its model unless `model` names one. Return the settings that
+    name them."""
+    if work.has_pictures:
+        return harness.write_pictures(folder, model or "tiny-vision", work.num_prompts)
+    return harness.write_model_and_prompts(
+        folder,
+        model if work.size is None or model else work.make_model(work.size),
+        dtype,
+        work.num_prompts,
+        work.prompt_length,
+        is_chat=work.size is None,
+        schema_length=work.schema_length,
+    )
 
 
 def _placement(flags: Mapping[str, Any]) -> Placement:
@@ -335,6 +361,17 @@ def run_trl(
     return Measured(num_tokens / seconds, num_tokens / num_completions)
 
 
+def as_trl_has_it(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row of the prompts' file with its picture, if it has one, in a column of its own."""
+    if "image" not in row:
+        return dict(row)
+    from PIL import Image
+
+    with Image.open(row["image"]) as image:
+        image.load()
+    return {"prompt": [{"role": "user", "content": row["prompt"]}], "image": image}
+
+
 def train_with_trl(settings: dict[str, Any]) -> None:
     """Run TRL's trainer in this process. The first iteration warms up.
 
@@ -360,7 +397,7 @@ def train_with_trl(settings: dict[str, Any]) -> None:
             ends.append(time.perf_counter())
 
     lines = Path(settings["prompts"]).read_text().splitlines()
-    prompts = list(map(json.loads, lines))
+    prompts = [as_trl_has_it(json.loads(line)) for line in lines]
     num_steps = 1 + settings["iterations"]
     lora = None
     if settings["rank"]:
