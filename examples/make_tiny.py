@@ -40,10 +40,10 @@ from easyrl.environments.guess import Guess
 from easyrl.model.processor import load_processor
 from easyrl.types import Picture
 
-# Probabilities of the second stage's mistakes. Pictures' sums are shorter than those of text: with
-# as much haste as there, most of them would be right before RL begins.
+# Probabilities of the second stage's mistakes. Sums of pictures have fewer numbers than those of
+# text: with as much haste as there, three of four would be right before RL begins.
 HASTE, SLIP, GIVE_UP, STEP = 0.12, 0.5, 0.2, 0.85
-HASTE_WITH_PICTURES = 0.35
+HASTE_WITH_PICTURES = 0.21
 MEMORY = 10, 100  # tokens, by head
 FEW = 5
 MAX_TRIES = 8
