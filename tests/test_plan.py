@@ -217,6 +217,18 @@ def test_a_plan_is_a_config_file(tmp_path):
         assert load_config(tmp_path / "plan.yaml") == with_absolute_paths(expected)
 
 
+def test_a_plan_names_data_rewards_and_what_ends_it_early(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "17+58=", "answer": "75"}\n')
+    data = ["--dataset", str(tmp_path / "rows.jsonl"), "--reward", "gsm8k"]
+    code, output = dry_run(*data)
+    assert code == 0 and "rows.jsonl; reward: gsm8k\n" in output and "ends early" not in output
+    more = ["--reward", "length_penalty", "reward.weights=[1, 0.5]"]
+    conditions = "train.stop_when=[reward >= 0.9, reward without a rise for 20]"
+    code, output = dry_run(*data, *more, conditions)
+    assert code == 0 and "rows.jsonl; reward: gsm8k, length_penalty x 0.5\n" in output
+    assert "# ends early: reward >= 0.9, or reward without a rise for 20 (train.stop_" in output
+
+
 def test_data_on_a_hub_that_is_unreachable_is_a_warning(tmp_path, capfd):
     reward = "print('here')\ndef score(completions, answer):\n    print('here')\n    return [0.0]"
     (tmp_path / "own.py").write_text(reward + " * len(completions)\n")

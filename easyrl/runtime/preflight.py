@@ -36,10 +36,12 @@ from easyrl.runtime.checks.prompts import (
     describe_first_prompt,
     describe_pictures,
     describe_rate,
+    describe_sources,
     find_too_long,
     load_renderer,
     short_problems,
 )
+from easyrl.runtime.checks.stopping import describe_stop_when
 from easyrl.runtime.memory_estimate import (
     Part,
     bytes_by_memory,
@@ -340,6 +342,9 @@ class _Planner:
         """Open the data, and try the functions on the first prompt. Data on a hub that cannot be
         reached is not checked, and functions are then only loaded."""
         spec = self._spec
+        about_rate = describe_rate(spec.optimizer)
+        about_run = [describe_sources(spec), *describe_stop_when(spec.schedule)]
+        self.about_prompts = [*about_run, about_rate]
         try:
             prompts = datasets.open_prompts(spec.data)
             if prompts.has_pictures:
@@ -357,7 +362,6 @@ class _Planner:
         self.checks.warnings += warnings
         self.checks.add(example=example, interfaces=interfaces, prompts=prompts)
         self.checks.warnings += held_out.warnings
-        self.about_prompts = [describe_rate(spec.optimizer)]
         try:
             renderer = self._load_renderer(example)
         except ConfigError as error:
@@ -365,8 +369,9 @@ class _Planner:
             return
         self.checks.add(renderer=renderer)
         self.about_prompts = [
+            *about_run,
             describe_data(spec, prompts, len(held_out.problems)),
-            describe_rate(spec.optimizer),
+            about_rate,
             *describe_first_prompt(spec, example, interfaces, renderer),
         ]
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from easyrl import events
 from easyrl.config import INPUTS, Config, change_config, to_commented_yaml
-from easyrl.config.spec import RewardSpec
 from easyrl.formatting import counted
 from easyrl.model.adapter_files import KEY as ADAPTER_KEY
 from easyrl.model.checkpoint_files import discard_unfinished, set_aside
@@ -20,6 +19,8 @@ from easyrl.model.files import fingerprint
 from easyrl.runtime import run_folder, self_test, supervisor
 from easyrl.runtime.callbacks import CallbackFailure, Callbacks
 from easyrl.runtime.checks.engine import describe_weights
+from easyrl.runtime.checks.prompts import describe_sources
+from easyrl.runtime.checks.stopping import describe_stop_when
 from easyrl.runtime.controller import Controller
 from easyrl.runtime.launcher import make_launcher
 from easyrl.runtime.placement import describe
@@ -212,23 +213,10 @@ def _notes(checked: Preflight, resumed: Resume | None) -> list[str]:
     spec = checked.spec
     notes = [] if resumed is None else [resumed.describe(config)]
     notes.append(describe_weights(checked.model, spec.model))
-    sources = f"data: {config.data.shown}; reward: {_describe_rewards(spec.rewards)}"
-    if spec.teacher is not None:
-        sources += f"; teacher: {spec.teacher.shown}"
-    notes.append(sources)
+    notes.append(describe_sources(spec))
     if checked.num_prompts_skipped:
         skipped = checked.num_prompts_skipped
         left = checked.prompts.epoch_length
         notes.append(f"prompts skipped: {skipped} (data.max_prompt_length), left: {left}")
-    conditions = [condition.text for condition in spec.schedule.stop_when]
-    if conditions:
-        notes.append(f"ends early: {', or '.join(conditions)} (train.stop_when)")
+    notes += describe_stop_when(spec.schedule)
     return [*notes, *checked.about_prompts, *checked.warnings]
-
-
-def _describe_rewards(rewards: RewardSpec) -> str:
-    """Return the rewards' names with their weights, as "gsm8k, format x 0.5"."""
-    described: list[str] = []
-    for name, weight in zip(rewards.names, rewards.weights, strict=True):
-        described.append(name if weight == 1 else f"{name} x {weight:g}")
-    return ", ".join(described)

@@ -186,6 +186,18 @@ def longest_tools(interfaces: Interfaces) -> list[Any]:
 # -- descriptions ----------------------------------------------------------------------------------
 
 
+def describe_sources(spec: RunSpec) -> str:
+    """Name the data, the rewards with their weights ("gsm8k, format x 0.5"), and the teacher."""
+    rewards = spec.rewards
+    described: list[str] = []
+    for name, weight in zip(rewards.names, rewards.weights, strict=True):
+        described.append(name if weight == 1 else f"{name} x {weight:g}")
+    text = f"data: {spec.data.options.shown}; reward: {', '.join(described)}"
+    if spec.teacher is not None:
+        text += f"; teacher: {spec.teacher.shown}"
+    return text
+
+
 def describe_data(spec: RunSpec, prompts: PromptStream, num_held_out: int) -> str:
     """Say how many rows there are, and how often the run goes through them."""
     schedule = spec.schedule

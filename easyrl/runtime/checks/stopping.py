@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from easyrl.config import ConfigError
 from easyrl.config.hints import similar_names
-from easyrl.config.spec import RunSpec
+from easyrl.config.spec import RunSpec, ScheduleSpec
 from easyrl.config.stopping import StopCondition
 from easyrl.runtime.stopping import LOGGED, may_log, metric_names
 
@@ -64,3 +64,11 @@ def _check_metric(spec: RunSpec, condition: StopCondition) -> None:
         raise ConfigError(
             f"{KEY}: expected a metric that this run has, got '{name}', which needs {needs[name]}"
         )
+
+
+def describe_stop_when(schedule: ScheduleSpec) -> list[str]:
+    """Name the conditions that end the run early; empty if there are none."""
+    conditions = [condition.text for condition in schedule.stop_when]
+    if not conditions:
+        return []
+    return [f"ends early: {', or '.join(conditions)} ({KEY})"]
