@@ -53,6 +53,14 @@ TRL = {
     "fp16": "model.dtype=bfloat16",
     "data_seed": "runtime.seed",
     "eval_on_start": "train.eval_every",
+    "model_init_kwargs": "model.attention",
+    "multi_objective_aggregation": NOTHING,
+    "overwrite_output_dir": "--resume RUN",
+    "save_only_model": "train.keep_checkpoints",
+    "chat_template_path": "data.chat_template",
+    "reward_fn": "reward.functions",
+    "hub_token": "hf upload",
+    "pad_token": "tokenizer",
 }
 UNSLOTH = {
     "fast_inference": "rollout.engine=vllm",
