@@ -227,6 +227,12 @@ def test_a_plan_names_data_rewards_and_what_ends_it_early(tmp_path):
     code, output = dry_run(*data, *more, conditions)
     assert code == 0 and "rows.jsonl; reward: gsm8k, length_penalty x 0.5\n" in output
     assert "# ends early: reward >= 0.9, or reward without a rise for 20 (train.stop_" in output
+    mixed = ["--dataset", "arithmetic", "data.weights=[3, 1]"]
+    teacher = ["--reward", "none", "algorithm.teacher=tiny"]
+    code, output = dry_run(*data[:2], *mixed, *teacher)
+    assert code == 0 and "rows.jsonl x 3 + arithmetic; reward: none" in output
+    code, output = dry_run(*teacher)
+    assert code == 0 and "reward: none (held-out problems: score); teacher: tiny" in output
 
 
 def test_data_on_a_hub_that_is_unreachable_is_a_warning(tmp_path, capfd):

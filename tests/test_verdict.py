@@ -47,6 +47,14 @@ def test_nothing_is_learned_if_no_iteration_changes_the_weights_by_its_rewards(l
         assert reason in found.reason and len(found.causes) == 3
 
 
+def test_a_limit_that_nearly_all_completions_reach_is_the_first_cause():
+    found = nothing_learned([{**EQUAL, "completions/clipped_ratio": 0.96}], SPEC)
+    assert found is not None and len(found.causes) == 3
+    assert found.causes[0].startswith("96% of the completions were cut off after 256 tokens")
+    found = nothing_learned([{**EQUAL, "completions/clipped_ratio": 0.5}], SPEC)
+    assert found is not None and "data.columns" in found.causes[0]
+
+
 def test_a_teacher_trains_without_rewards():
     config = load_config(words=["algorithm.teacher=tiny", "reward.functions=none"])
     assert nothing_learned([{**EQUAL, "grad_norm": 0.1}], resolve(config)) is None

@@ -279,16 +279,16 @@ def no_learning_warning(
     length = max(values_of(newest, "completions/mean_length"))
     found = []
     causes = []
-    if alike >= EXTREME_SHARE and not batches.keeps_zero_advantages:
-        found.append(f"the rewards of a group are equal in {alike:.0%} of the groups")
-        causes.append("the problems are too easy or too hard for the model")
-        causes.append("the reward does not find the answers (their form, the data's columns)")
-        causes.append("a group's completions are alike (rollout.temperature)")
     if cut_off >= EXTREME_SHARE:
         limit = limits.max_completion_length
         found.append(f"{cut_off:.0%} of the completions are cut off after {limit} tokens")
         causes.append("rollout.max_completion_length is too low")
         causes.append("the model does not end its answers (data.chat, rollout.stop)")
+    if alike >= EXTREME_SHARE and not batches.keeps_zero_advantages:
+        found.append(f"the rewards of a group are equal in {alike:.0%} of the groups")
+        causes.append("the problems are too easy or too hard for the model")
+        causes.append("the reward does not find the answers (their form, the data's columns)")
+        causes.append("a group's completions are alike (rollout.temperature)")
     if length <= EXTREME_LENGTH:
         found.append(f"completions have {length:.1f} tokens")
         causes.append("the prompts lack the model's format (data.chat)")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from easyrl.config.spec import RunSpec
-from easyrl.runtime.metrics import values_of
+from easyrl.runtime.metrics import EXTREME_SHARE, values_of
 
 CLEAR_ERRORS = 2.0
 """A difference is clear from this many of its standard errors on: 5 of 100 by chance."""
@@ -47,10 +47,10 @@ def nothing_learned(lines: Sequence[Mapping[str, Any]], spec: RunSpec) -> Nothin
         reason = _describe_equal_rewards(lines)
         if is_unchanged:
             reason += ", so no group had a gradient and the weights are unchanged"
-            return NothingLearned(reason, CAUSES_OF_EQUAL_REWARDS)
+            return NothingLearned(reason, _causes_of_equal_rewards(lines, spec))
         if spec.teacher is None:  # another term of the loss has trained
             reason += ", so no group had a gradient from its rewards"
-            return NothingLearned(reason, CAUSES_OF_EQUAL_REWARDS)
+            return NothingLearned(reason, _causes_of_equal_rewards(lines, spec))
     if not is_unchanged:
         return None
     num_dropped = sum(values_of(lines, "num_updates_not_finite"))
@@ -74,6 +74,16 @@ def _all_rewards_equal(lines: Sequence[Mapping[str, Any]]) -> bool:
         if has_rewards and line.get("frac_reward_zero_std") != 1:
             return False
     return True
+
+
+def _causes_of_equal_rewards(lines: Sequence[Mapping[str, Any]], spec: RunSpec) -> Sequence[str]:
+    """Return the usual causes, first of all a limit that nearly all completions have reached."""
+    cut_off = min(values_of(lines, "completions/clipped_ratio"), default=0.0)
+    if cut_off < EXTREME_SHARE:
+        return CAUSES_OF_EQUAL_REWARDS
+    limit = spec.limits.max_completion_length
+    about = f"{cut_off:.0%} of the completions were cut off after {limit} tokens, perhaps before"
+    return (f"{about} the answer (rollout.max_completion_length)", *CAUSES_OF_EQUAL_REWARDS[:2])
 
 
 def _describe_equal_rewards(lines: Sequence[Mapping[str, Any]]) -> str:

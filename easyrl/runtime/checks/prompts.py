@@ -187,15 +187,28 @@ def longest_tools(interfaces: Interfaces) -> list[Any]:
 
 
 def describe_sources(spec: RunSpec) -> str:
-    """Name the data, the rewards with their weights ("gsm8k, format x 0.5"), and the teacher."""
+    """Name the data and the rewards with their weights ("gsm8k, format x 0.5"), and the teacher."""
+    data = spec.data.options
     rewards = spec.rewards
-    described: list[str] = []
-    for name, weight in zip(rewards.names, rewards.weights, strict=True):
-        described.append(name if weight == 1 else f"{name} x {weight:g}")
-    text = f"data: {spec.data.options.shown}; reward: {', '.join(described)}"
+    sources = _with_weights(data.datasets, data.weights or [], " + ")
+    scores = _with_weights(rewards.names, rewards.weights, ", ")
+    if rewards.is_none:
+        held_out = "" if scores == "none" else f" (held-out problems: {scores})"
+        scores = f"none{held_out}"
+    text = f"data: {sources}; reward: {scores}"
     if spec.teacher is not None:
         text += f"; teacher: {spec.teacher.shown}"
     return text
+
+
+def _with_weights(names: Sequence[str], weights: Sequence[float], separator: str) -> str:
+    """Return the names, those with another weight than 1 as "format x 0.5". `weights`: one for
+    each name, or none."""
+    described = [*names]
+    for index, weight in enumerate(weights):
+        if weight != 1:
+            described[index] += f" x {weight:g}"
+    return separator.join(described)
 
 
 def describe_data(spec: RunSpec, prompts: PromptStream, num_held_out: int) -> str:
