@@ -60,7 +60,8 @@ def checked(*conditions, **settings):
         ("kl > 1", {}, "needs algorithm.beta over 0"),
         ("teacher/kl > 1", {}, "needs algorithm.teacher"),
         ("tools/calls > 1", {}, "needs rollout.environment or rollout.tools"),
-        ("logged/steps > 1", {}, "expected a metric of the run"),
+        ("logged/steps > 1", {}, "needs a reward function of your own"),
+        ("rewards/math/mean > 1", {}, "did you mean rewards/score/mean?"),
         ("steps > 1", {"reward.functions": ["mine.py:f"]}, "logged/NAME"),
         (
             "reward > 1",

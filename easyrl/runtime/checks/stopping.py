@@ -37,11 +37,20 @@ def check_stop_when(spec: RunSpec) -> Sequence[str]:
 
 
 def _similar(name: str, names: Iterable[str]) -> list[str]:
-    """Return the names that are similar as a whole, or in their last part."""
-    by_last_part = {each.rpartition("/")[2]: each for each in names}
+    """Return the names that are similar as a whole, or in their last part: if possible one that
+    begins alike, as `rewards/score/mean` for `rewards/math/mean`."""
     whole = similar_names(name, [*names])
-    parts = similar_names(name.rpartition("/")[2], [*by_last_part])
-    return whole or [by_last_part[part] for part in parts]
+    if whole:
+        return whole
+    first, _, last = name.rpartition("/")
+    group = first.partition("/")[0]
+    alike = [each for each in names if each.startswith(f"{group}/")]
+    for chosen in (alike, names):
+        by_last_part = {each.rpartition("/")[2]: each for each in chosen}
+        parts = similar_names(last, [*by_last_part])
+        if parts:
+            return [by_last_part[part] for part in parts]
+    return []
 
 
 def _check_metric(spec: RunSpec, condition: StopCondition) -> None:
@@ -57,6 +66,8 @@ def _check_metric(spec: RunSpec, condition: StopCondition) -> None:
         hint = f"did you mean {' or '.join(similar)}? " if similar else ""
         if can_log:
             hint += f"One that your code logs (log_metric) is called {LOGGED}NAME here. "
+        elif name.startswith(LOGGED):
+            hint = "it needs a reward function of your own that logs it (log_metric); "
         raise ConfigError(
             f"{KEY}: expected a metric of the run, got '{name}'; {hint}docs/watching.md lists them"
         )
