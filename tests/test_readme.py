@@ -40,7 +40,7 @@ SHORT_RUNS = {
     "watch*": "--no-live",
 }
 TRAINED = {
-    "grpo*": "--iterations 2 --no-live train.prompts_per_iteration=8 rollout.num_generations=8 "
+    "grpo*|--debug*": "--iterations 2 --no-live train.prompts_per_iteration=8 rollout.num_generations=8 "
     "rollout.max_completion_length=200 data.num_held_out=2",
 }
 """Runs of a few seconds in which a reward that can move is above BY_ACCIDENT at least once."""
