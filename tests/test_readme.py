@@ -40,8 +40,8 @@ SHORT_RUNS = {
     "watch*": "--no-live",
 }
 TRAINED = {
-    "grpo*|--debug*": "--iterations 2 --no-live train.prompts_per_iteration=8 rollout.num_generations=8 "
-    "rollout.max_completion_length=200 data.num_held_out=2",
+    "grpo*|--debug*": "--iterations 2 --no-live train.prompts_per_iteration=8 "
+    "rollout.num_generations=8 rollout.max_completion_length=200 data.num_held_out=2",
 }
 """Runs of a few seconds in which a reward that can move is above BY_ACCIDENT at least once."""
 BY_ACCIDENT = 0.05  # a mean reward; partial credit for text that has nothing to do with the problem
