@@ -260,7 +260,11 @@ def test_run_without_a_rise_ends_with_its_best_checkpoint_also_if_it_was_resumed
     assert code == 143 and "nothing is left to do" in out and "train.stop_when=null" in out
     assert (parts / "metrics.jsonl").read_bytes() == before
 
-    succeed("--resume", str(parts), "--iterations", "6", "train.stop_when=null")
+    more = ["--resume", str(parts), "--iterations", "6", "train.stop_when=null"]
+    plan = succeed(*more, "--dry-run")
+    assert f"# resumes from {parts}/checkpoints/5: 5 of 6 iterations done\n" in plan
+    assert "# changed: train.stop_when [" in plan and "ends early" not in plan
+    succeed(*more)
     assert summary_of(parts)["checkpoint_best"] == "checkpoints/3"
     of_run = metric_names(resolve(load_config(parts / "config.yaml")))
     (*_, newest) = lines_of(parts / "metrics.jsonl")

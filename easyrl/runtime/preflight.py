@@ -53,7 +53,13 @@ from easyrl.runtime.memory_estimate import (
 from easyrl.runtime.memory_fit import Changes, choose_split, propose_changes, use_memory
 from easyrl.runtime.placement import Placement, describe, resolve_placement
 from easyrl.runtime.resolve import resolve, with_eval_data
-from easyrl.runtime.resume import Resume, resumes_by_itself, start_from, with_absolute_paths
+from easyrl.runtime.resume import (
+    Resume,
+    describe_resumed,
+    resumes_by_itself,
+    start_from,
+    with_absolute_paths,
+)
 from easyrl.runtime.run_folder import folder_of
 from easyrl.types import Prompt
 
@@ -311,6 +317,8 @@ class _Planner:
         else:
             config, source = start_from(config, is_resumed=is_resumed)
         self._config = config
+        if is_resumed:
+            self.about_source = describe_resumed(config, folder)
         spec = resolve(config)
         model = measure_model(spec.model, is_whole=False)
         self._size = model.size

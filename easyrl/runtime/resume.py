@@ -95,14 +95,7 @@ class Resume:
             lines = [f"resumed from the newest complete checkpoint, {self.checkpoint}: {done}"]
         for path, reason in self.damaged.items():
             lines.append(f"{reason} (renamed: {path.name}{DAMAGED})")
-        if self.state.config:
-            before = _resolved(load_config(None, self.state.config))
-            now = _resolved(config)
-            for key in differing(before, now):
-                if key not in EXPECTED_CHANGES:
-                    old = json.dumps(before[key])
-                    new = json.dumps(now[key])
-                    lines.append(f"changed: {key} {old} -> {new}")
+        lines += _describe_changes(config, self.state)
         return "\n".join(lines)
 
 
@@ -176,6 +169,31 @@ def check_resumed(config: Config, folder: Path) -> None:
     checkpoint, _ = newest_checkpoint(folder / CHECKPOINTS, verify=False)
     if checkpoint is not None:
         _check_settings(config, _state_of(checkpoint), checkpoint.path)
+
+
+def describe_resumed(config: Config, folder: Path) -> list[str]:
+    """Return what a plan says of a run to resume: where it continues, and which settings have
+    changed."""
+    checkpoint, _ = newest_checkpoint(folder / CHECKPOINTS, verify=False)
+    if checkpoint is None:
+        return []
+    state = _state_of(checkpoint)
+    total = counted(config.train.iterations, "iteration")
+    lines = [f"resumes from {checkpoint.path}: {state.num_iterations} of {total} done"]
+    return [*lines, *_describe_changes(config, state)]
+
+
+def _describe_changes(config: Config, state: SavedState) -> list[str]:
+    """Name the settings that have changed since the state was saved."""
+    if not state.config:
+        return []
+    before = _resolved(load_config(None, state.config))
+    now = _resolved(config)
+    lines = []
+    for key in differing(before, now):
+        if key not in EXPECTED_CHANGES:
+            lines.append(f"changed: {key} {json.dumps(before[key])} -> {json.dumps(now[key])}")
+    return lines
 
 
 def _state_of(checkpoint: Checkpoint) -> SavedState:
