@@ -314,7 +314,8 @@ def _adapter(folder: Path, base: str | None) -> ModelSource:
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"{KEY}: the adapter '{folder}' needs its weights and the model that it was trained "
-            f"on; use --base MODEL, or the model/ folder of its run\n{error}"
+            f"on; name this model (easyrl grpo --model MODEL model.lora.adapter={folder}, easyrl "
+            f"eval --base MODEL), or use the model/ folder of its run\n{error}"
         ) from None
     tokenizer = str(folder) if files.tokenizer_content(folder) else ""
     return ModelSource("adapter", str(folder), base, tokenizer)
