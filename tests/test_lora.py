@@ -541,6 +541,8 @@ def test_adapters_of_other_models_are_refused_before_the_run(tmp_path):
     with pytest.raises(ConfigError, match=r"expected model\.lora\.rank too"):
         load_config(words=[words[0]])
     change_json("adapter_config.json", base_model_name_or_path="/gone/from/here")(folder)
+    with pytest.raises(ConfigError, match=r"grpo --model MODEL model\.lora\.adapter="):
+        start_from(load_config(words=[f"model.path={folder}", "model.lora.rank=4"]))
     lora = LoraConfig(rank=4, adapter=str(folder))
     check_lora(lora, "tiny", meta_model(AutoConfig.from_pretrained(TINY)))
     for kind, named in (("qwen3", "weights, and there"), ("gpt2", "it does not have")):
