@@ -276,6 +276,16 @@ def test_function_in_verls_form_works_as_the_docs_wrap_it(tmp_path):
     assert call(rewards_of(f"{tmp_path}/v.py:score"), prompt, ["4", "5"]).scores == [[1, 0]]
 
 
+def test_reward_for_json_in_the_docs_gives_more_for_each_step(tmp_path):
+    page = (Path(__file__).parent.parent / "docs" / "rewards.md").read_text()
+    code = page.split("```python\n# json_rewards.py\n")[1].partition("```")[0]
+    (tmp_path / "json_rewards.py").write_text(code)
+    prompt = Prompt(0, [{"role": "user", "content": "2+2?"}], {"answer": "4"})
+    texts = ["4 it is", '{"answer": 4', "[4]", '{"answer": 5}', '{"answer": 4}']
+    result = call(rewards_of(f"{tmp_path}/json_rewards.py:json_answer"), prompt, texts)
+    assert result.scores == [[0.0, 0.1, 0.2, 0.4, 1.0]] and not result.errors
+
+
 def test_functions_of_one_name_are_told_apart_by_their_files():
     specs = ["/a/r.py:f", "/a/s.py:f", "/b/s.py:g", "/a/t.py:h", "/b/t.py:h", "math"]
     assert short_names(specs) == ["r.py:f", "s.py:f", "g", *specs[3:]]
