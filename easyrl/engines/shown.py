@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from easyrl.layout.tree import Ints
 from easyrl.types import BrokenInvariant, Completion, Int32, Picture, PlacedPictures
 
 NUM_IDS = 2**31
@@ -75,7 +76,7 @@ class ShownPictures:
                 del self._by_id[known.picture_id]
                 del self._by_digest[digest]
 
-    def find(self, ids: Sequence[int] | Int32) -> list[Shown]:
+    def find(self, ids: Sequence[int] | Ints) -> list[Shown]:
         """Return the pictures among tokens, in their order."""
         every = np.asarray(ids)
         places = np.flatnonzero(every < 0)
@@ -95,7 +96,7 @@ class ShownPictures:
         self, prompt_ids: Sequence[int], completions: Sequence[Completion]
     ) -> list[PlacedPictures]:
         """Return the pictures of a group, whose tokens are counted as `[P | R1 | R2 | ...]`."""
-        parts: list[Sequence[int] | Int32] = [prompt_ids]
+        parts: list[Sequence[int] | Ints] = [prompt_ids]
         parts += [completion.token_ids for completion in completions]
         found = list[PlacedPictures]()
         first = 0
@@ -107,6 +108,6 @@ class ShownPictures:
         return found
 
 
-def with_placeholders(ids: Int32, placeholder_id: int) -> Int32:
+def with_placeholders(ids: Ints, placeholder_id: int) -> Int32:
     """Return tokens as the model gets them."""
-    return np.where(ids < 0, np.int32(placeholder_id), ids)
+    return np.where(ids < 0, placeholder_id, ids).astype(np.int32)
