@@ -3,7 +3,8 @@
 Plain data in NumPy arrays. Imports no torch.
 
 Shapes: P prompt tokens, R tokens of one completion, G completions of one prompt,
-ΣR all completion tokens of a group, N nodes of its tree; C pictures of a prompt, ΣB bytes of them.
+ΣR all completion tokens of a group, N nodes of its tree; F image files of a group, ΣB bytes of
+them, C places where pictures are shown.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ Messages = list[dict[str, Any]]
 of parts: `[{"type": "image"}, {"type": "text", "text": "..."}]`."""
 PICTURE_PART: Mapping[str, str] = {"type": "image"}
 """The part of a content that stands for the prompt's next picture."""
+DIGEST = "digest"
+"""Key of such a part, in the messages of an episode, with the digest of the picture's file."""
 PICTURE_TEXT = "<image>"
 """What is shown for a picture where a prompt is shown as text."""
 MAX_REFERENCE = 2000
@@ -53,6 +56,10 @@ def text_of(completion: str | Messages) -> str:
 
 def is_picture_part(part: object) -> bool:
     return isinstance(part, dict) and part.get("type") == "image"
+
+
+def is_text_part(part: object) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text"
 
 
 def shown_content(content: Any) -> str:
@@ -101,6 +108,11 @@ class Picture:
         return hashlib.sha256(self.data).hexdigest()
 
 
+def picture_part(picture: Picture) -> dict[str, str]:
+    """Return the part of a content that stands for this picture, in the messages of an episode."""
+    return {"type": "image", DIGEST: picture.digest}
+
+
 @dataclass(frozen=True, slots=True)
 class PromptMedia:
     """What a prompt with pictures has beside its tokens."""
@@ -109,6 +121,15 @@ class PromptMedia:
     arrays: Mapping[str, np.ndarray]
     """What the checkpoint's processor makes of the pictures beside token ids, by the names of the
     model's arguments (`pixel_values`, `image_grid_thw`, ...), for this prompt alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedPictures:
+    """Pictures that are encoded together, and the tokens among which their features stand."""
+
+    pictures: tuple[Picture, ...]
+    start: int  # number of the first of these tokens
+    stop: int  # behind the last one
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,15 +223,25 @@ class RolloutGroup:
     or begins a context of its own."""
     teacher_prompt_ids: Int32 = field(default_factory=no_tokens)  # [P'], empty: `prompt_ids`
     picture_bytes: Bytes = field(default_factory=no_bytes)  # [ΣB]
-    """The files of the prompt's pictures, one after the other."""
-    picture_lengths: Int32 = field(default_factory=no_tokens)  # [C] bytes of each of these files
+    """The image files that are shown, one after the other."""
+    picture_lengths: Int32 = field(default_factory=no_tokens)  # [F] bytes of each of these files
+    shown_files: Int32 = field(default_factory=no_tokens)  # [C] number of each place's file
+    shown_starts: Int32 = field(default_factory=no_tokens)
+    """[C] number of the place's first token, in `prompt_ids` followed by `completion_ids`. Pictures
+    that are encoded together, as those of a row's prompt, have the same tokens."""
+    shown_stops: Int32 = field(default_factory=no_tokens)  # [C] behind the place's last token
 
     @property
-    def pictures(self) -> tuple[Picture, ...]:
-        """The prompt's pictures, with copies of their files."""
+    def pictures(self) -> tuple[PlacedPictures, ...]:
+        """Where pictures are shown, in the order of the tokens, with copies of their files."""
         stops = np.cumsum(self.picture_lengths, dtype=np.int64)[:-1]
-        files = np.split(self.picture_bytes, stops) if len(self.picture_lengths) else []
-        return tuple(Picture(file.tobytes()) for file in files)
+        parts = np.split(self.picture_bytes, stops) if len(self.picture_lengths) else []
+        files = [Picture(part.tobytes()) for part in parts]
+        together = dict[tuple[int, int], list[Picture]]()
+        places = zip(self.shown_starts.tolist(), self.shown_stops.tolist(), strict=True)
+        for place, file in zip(places, self.shown_files.tolist(), strict=True):
+            together.setdefault(place, []).append(files[file])
+        return tuple(PlacedPictures(tuple(shown), *place) for place, shown in together.items())
 
     @property
     def tree(self) -> TokenTree:
@@ -232,12 +263,13 @@ class RolloutGroup:
 
 @dataclass(frozen=True, slots=True)
 class RowPictures:
-    """The pictures of one prompt of a packed row, and where the prompt stands in the row."""
+    """Pictures of a packed row that are encoded together, and the tokens among which their features
+    stand: a whole prompt, or the tokens of one picture."""
 
     pictures: tuple[Picture, ...]
-    start: int  # the prompt's first token
-    stop: int  # behind its last token
-    end: int  # behind the last token that continues it
+    start: int  # the first of these tokens
+    stop: int  # behind the last one
+    end: int  # behind the last token of the row that continues them
     arrays: Mapping[str, np.ndarray] | None = None
     """As in `PromptMedia`. None: they are made of the files where they are needed."""
 
@@ -257,7 +289,7 @@ class MicroBatch:
     advantages: Float32  # [K], of the token's completion
     for_teacher: MicroBatch | None = None
     """The same completions behind the teacher's prompts; None: its prompts are the same."""
-    pictures: tuple[RowPictures, ...] = ()  # of the prompts that show some, in the row's order
+    pictures: tuple[RowPictures, ...] = ()  # in the row's order
 
     @property
     def num_completions(self) -> int:

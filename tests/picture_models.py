@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
 from easyrl.data.hub import resolve_model
 from easyrl.model.loading import PictureInput
-from easyrl.types import Picture
+from easyrl.types import Picture, PlacedPictures
 
 PLACEHOLDER = 90
 VOCABULARY = 99
@@ -238,6 +238,11 @@ def num_placeholders(family, picture):
 
 def picture(number):
     return Picture(f"picture {number}".encode())
+
+
+def in_prompt(pictures, prompt):
+    """The pictures of a row's prompt, which are encoded together."""
+    return (PlacedPictures(tuple(pictures), 0, len(prompt)),) if pictures else ()
 
 
 def picture_input(family, *, is_trained=False):

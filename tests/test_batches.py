@@ -28,7 +28,7 @@ from easyrl.layout.tree import TokenTree
 from easyrl.model.mixers.attention import ATTENTION_NAME, register_attention
 from easyrl.model.policy import Policy
 from easyrl.runtime.resolve import resolve
-from easyrl.types import MicroBatch, Picture
+from easyrl.types import MicroBatch, Picture, PlacedPictures
 from easyrl.workers import batches as batches_module
 from easyrl.workers.batches import GroupReader, Origin, UpdateEnd, micro_steps
 from own_workers import (
@@ -529,8 +529,10 @@ def check_that_every_token_is_trained_once(
 def rollout_of(index, prompt, *files):
     prompt = np.array(prompt, np.int32)
     logprobs, mask = np.zeros(2, np.float32), np.ones(2, np.bool_)
-    pictures = tuple(Picture(file) for file in files)
-    return row_module.Rollout(index, prompt, prompt[:2], logprobs, mask, 1.0, pictures=pictures)
+    shown = ()
+    if files:
+        shown = (PlacedPictures(tuple(map(Picture, files)), 0, len(prompt)),)
+    return row_module.Rollout(index, prompt, prompt[:2], logprobs, mask, 1.0, pictures=shown)
 
 
 def test_prompts_share_enough_tokens_that_are_enough_of_their_group_or_none():
@@ -564,7 +566,8 @@ def test_prompts_with_pictures_share_nothing_and_stay_together_where_others_move
         assert batch.input_ids[pictures.start : pictures.stop].tolist() == prompt
         assert batch.tree.positions[pictures.start] == 0
         assert batch.tree.positions[pictures.end - 1] == 21
-    assert [batch.pictures[n].pictures for n in (0, 1)] == [rollouts[n].pictures for n in (1, 2)]
+    for shown, rollout in zip(batch.pictures, rollouts[1:], strict=False):
+        assert shown.pictures == rollout.pictures[0].pictures
     assert batch.pictures[0].start == 20 + 2 + 1 + 2  # the last group stands before it
 
 

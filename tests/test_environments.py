@@ -187,7 +187,7 @@ def test_episodes_have_trls_interface_and_are_scored_where_their_state_is(own):
     "picture", ["__import__('PIL.Image').Image.new('RGB', (1, 1))", "[{'type': 'image'}]"]
 )
 def test_a_tool_that_returns_a_picture_is_named(own, picture):
-    with pytest.raises(CallFailed, match=r"tool 'run'.*cannot return pictures"):
+    with pytest.raises(CallFailed, match=r"tool 'run'.*rollout\.takes_pictures"):
         run(own, picture)
 
 

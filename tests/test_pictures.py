@@ -692,21 +692,24 @@ def test_a_python_call_takes_images_bytes_and_tables(tmp_path, files):
     assert picture == files[0]  # a table's files are not written again
 
 
-def test_requests_of_agents_show_no_pictures():
+def test_requests_of_agents_show_pictures_only_if_the_run_says_so():
     address = "data:image/png;base64,AAAA"
     content = [{"type": "image_url", "image_url": {"url": address}}]
-    with pytest.raises(ValueError, match=r"message 0.*pictures are for rows"):
+    with pytest.raises(ValueError, match=r"message 0.*rollout\.takes_pictures"):
         read_conversation([{"role": "user", "content": content}])
 
 
-def test_an_agent_gets_no_data_with_pictures(tmp_path, files):
+def test_an_agent_gets_data_with_pictures_only_if_it_may_show_them(tmp_path, files):
     path = write_rows(tmp_path / "rows.jsonl", {"prompt": "a", "image": "0.png"})
     config = Config(data={"dataset": str(path)}, rollout={"agent": "mine.py:solve"})
     spec = resolve(config)
     model = measure_model(spec.model)
     model.files.config["vision_config"] = {"patch_size": 14}
-    with pytest.raises(ConfigError, match=r"rollout\.agent.*data\.image_column="):
+    with pytest.raises(ConfigError, match=r"rollout\.takes_pictures.*data\.image_column="):
         check_pictures(spec, open_prompts(spec.data), model)
+    rollout = {"agent": "mine.py:solve", "takes_pictures": True}
+    spec = resolve(Config(data={"dataset": str(path)}, rollout=rollout))
+    check_pictures(spec, open_prompts(spec.data), model)
 
 
 def test_a_teacher_has_no_prompt_of_its_own_beside_pictures(tmp_path, files):
@@ -773,7 +776,7 @@ def test_environments_show_the_picture_and_may_not_return_a_placeholder(tmp_path
         assert "[x4]<|vision_end|>70 or 50?" in renderer.decode(request.prompt_ids)
 
         engine.turns = [Turn(key, 0, np.array([5, 1], dtype=np.int32), 100)]
-        with pytest.raises(RewardError, match="cannot return pictures"):
+        with pytest.raises(RewardError, match="stands for a picture"):
             for _ in range(10**6):
                 episodes.advance()
 

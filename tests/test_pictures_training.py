@@ -21,6 +21,7 @@ from easyrl.workers.learner import Learner
 from multimodal_models import same_bits, stored
 from picture_models import (
     PLACEHOLDER,
+    in_prompt,
     num_placeholders,
     picture,
     picture_folder,
@@ -55,7 +56,7 @@ def groups_of(family):
                 rollout_logprobs=np.full(length, -4.0, np.float32),
                 loss_mask=np.ones(length, np.bool_),
                 advantage=(-1.0) ** number,
-                pictures=(shown,),
+                pictures=in_prompt((shown,), prompt),
             )
             group.append(rollout)
         groups.append(group)

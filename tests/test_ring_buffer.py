@@ -43,6 +43,7 @@ OUTCOMES = {  # what arrives: from the first line to the last
 def layout(num_slots=4):
     lengths = {"num_generations": 3, "max_prompt_length": 16, "max_completion_length": 8}
     more = {"nodes_per_completion": 2, "max_teacher_prompt_length": 5, "max_picture_bytes": 60}
+    more["max_shown"] = 24
     return RingLayout(num_slots, **lengths, num_owners=8, num_groups=20, **more)
 
 
@@ -54,6 +55,7 @@ def make_group(index, lengths=None, prompt_length=None):
     prompt_length = int(rng.integers(0, 17)) if prompt_length is None else prompt_length
     num_nodes = int(rng.integers(0, 2 * generations + 2))
     picture_lengths = np.random.default_rng(index).integers(0, 21, index % 4).astype(np.int32)
+    shown = np.random.default_rng(index).integers(0, 9, (3, 2 * (index % 4)), dtype=np.int32)
     return RolloutGroup(
         iteration=index // 10,
         policy_version=index // 20,
@@ -72,6 +74,9 @@ def make_group(index, lengths=None, prompt_length=None):
         teacher_prompt_ids=rng.integers(0, 99, int(rng.integers(0, 6)), dtype=np.int32),
         picture_bytes=rng.integers(0, 256, int(picture_lengths.sum()), dtype=np.uint8),
         picture_lengths=picture_lengths,
+        shown_files=shown[0],
+        shown_starts=shown[1],
+        shown_stops=shown[2],
     )
 
 

@@ -48,6 +48,9 @@ LEAST_BODY_BYTES = 2**20
 BODY_BYTES_PER_TOKEN = 32
 """A body may have LEAST_BODY_BYTES, and these for each token of a sequence: a larger one does not
 fit, and to tokenize it would keep the engine waiting."""
+ADDRESS_BYTES_PER_BYTE = 2
+"""A body may have these for each byte of the image files that an episode may show: base64 takes
+four thirds, and the same file may be shown again."""
 MAX_DISCARDED_BYTES = 2**28
 NEVER_SECONDS = 10**6  # the server closes no connection of an agent that does something else
 LOCAL_NAMES = (LOOPBACK, "localhost", "::1")
@@ -88,6 +91,8 @@ class Endpoint:
         self.refused: Counter[str] = Counter()  # requests that could not be read, by key
         most_tokens = spec.limits.max_prompt_length + spec.limits.max_completion_length
         self._most_bytes = LEAST_BODY_BYTES + BODY_BYTES_PER_TOKEN * most_tokens
+        if spec.shows_pictures:
+            self._most_bytes += ADDRESS_BYTES_PER_BYTE * spec.max_image_bytes
         self._requests: SimpleQueue[Request] = SimpleQueue()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
         listener = _listen(port)

@@ -24,7 +24,7 @@ from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from easyrl.agents.conversation_tree import REASONS, BranchReason
+from easyrl.agents.conversation_tree import REASONS, BranchReason, Placed
 from easyrl.agents.endpoint import Endpoint
 from easyrl.agents.history import History
 from easyrl.agents.pool import AgentPool
@@ -43,6 +43,7 @@ from easyrl.engines.base import Engine, FinishedGroup, GroupRequest, Turn
 from easyrl.environments.base import Episodes, GroupRecord, GroupTexts, mean, num_common
 from easyrl.environments.host import Key
 from easyrl.environments.host_pool import FAILURES, CallFailed, HostKilled
+from easyrl.environments.pictures import EpisodePictures, ShownFiles, with_addresses
 from easyrl.environments.pool import row_of
 from easyrl.model.prompt_renderer import PromptRenderer
 from easyrl.rewards.worker import Call, CallError, Scored
@@ -91,7 +92,11 @@ class AgentEpisodes(Episodes):
     def bind(self, engine: Engine, renderer: PromptRenderer, num_rows: int) -> None:
         self._engine = engine
         self._num_rows = num_rows
-        self._history = History(self._spec, renderer.tokenizer, engine.end_tokens)
+        self._placeholder_ids = renderer.placeholder_ids
+        self._pictures: EpisodePictures | None = None
+        if self._spec.shows_pictures and renderer.processor is not None:
+            self._pictures = EpisodePictures(renderer.processor, renderer.tokenizer, engine.shown)
+        self._history = History(self._spec, renderer.tokenizer, engine.end_tokens, self._pictures)
         self.pool.loaded()
 
     @property
@@ -159,6 +164,7 @@ class AgentEpisodes(Episodes):
         keys = [secrets.token_urlsafe(24) for _ in range(group.num_generations)]
         self.endpoint.keys.update(keys)
         row = row_of(group.prompt)
+        row["prompt"] = with_addresses(group.prompt.content, group.prompt.pictures)
         futures = self.pool.run_agents(group.key, row, self.endpoint.url, keys)
         group.episodes = []
         for key, future in zip(keys, futures, strict=True):
@@ -263,13 +269,13 @@ class AgentEpisodes(Episodes):
         if episode.num_reserved and (wanted is None or num_choices * wanted > num_left):
             return False
         try:
-            placed = self._history.place(episode, request)
+            placed = self._place(episode, request)
         except Exception as error:  # of the tokenizer, the template, or odd messages
             self._refuse(episode, request, ApiError(str(error) or repr(error)))
             return True
         ids = placed.ids
         if episode.group.prompt_ids is None:
-            episode.group.prompt_ids = ids[: self._spec.limits.max_prompt_length]
+            episode.group.prompt_ids = self._prompt_of(ids)
         shared = self._most_shared(episode, ids)
         is_resumed = num_choices == 1 and self._is_resumable(shared, len(ids))
         num_new = len(ids) - shared.num_tokens
@@ -282,7 +288,7 @@ class AgentEpisodes(Episodes):
         num_branches = len(episode.sequences)
         if not is_resumed:
             num_branches += num_choices
-        refusal = self._refusal(episode, limit, num_branches, len(ids))
+        refusal = self._refusal(episode, limit, num_branches, ids)
         if refusal is not None:
             self._refuse(episode, request, refusal)
             return True
@@ -306,6 +312,32 @@ class AgentEpisodes(Episodes):
         episode.answering[request] = sequences
         return True
 
+    def _place(self, episode: Episode, request: Request) -> Placed:
+        """Find the tokens of a request. Raises ValueError for pictures that are too large, and for
+        a text that stands for one; and whatever tokenizer and template raise."""
+        if self._pictures is not None:
+            if episode.files is None:
+                episode.files = ShownFiles(self._spec.max_image_bytes)
+            episode.files.add(request.pictures.values())
+            for picture in request.pictures.values():
+                self._pictures.add(picture, episode.group.key)
+        placed = self._history.place(episode, request)
+        if not self._placeholder_ids.isdisjoint(placed.ids):
+            raise ValueError(
+                "messages: expected no text that stands for a picture, because the model would "
+                "look for one; give a picture as a part of the content"
+            )
+        return placed
+
+    def _prompt_of(self, ids: list[int]) -> list[int]:
+        """Return the part of a first request that is the group's prompt: at most as many tokens as
+        a prompt may have, and whole pictures."""
+        length = self._spec.limits.max_prompt_length
+        for shown in self._engine.shown.find(ids):
+            if shown.start < length < shown.stop:
+                return ids[: shown.start]
+        return ids[:length]
+
     def _count_tokens(self, episode: Episode, request: Request) -> None:
         """Answer a request with the number of its tokens."""
         episode.num_counted += 1
@@ -315,7 +347,7 @@ class AgentEpisodes(Episodes):
             self._refuse(episode, request, ApiError(text))
             return
         try:
-            num_tokens = len(self._history.place(episode, request).ids)
+            num_tokens = len(self._place(episode, request).ids)
         except Exception as error:  # of the tokenizer, the template, or odd messages
             self._refuse(episode, request, ApiError(str(error) or repr(error)))
         else:
@@ -331,10 +363,10 @@ class AgentEpisodes(Episodes):
         request.reply(refusal)
 
     def _refusal(
-        self, episode: Episode, limit: int, num_branches: int, num_tokens: int
+        self, episode: Episode, limit: int, num_branches: int, ids: list[int]
     ) -> ApiError | None:
         """Return why an episode may ask no more. `limit`: tokens that are left for an answer;
-        `num_tokens`: of the request."""
+        `ids`: tokens of the request."""
         most_requests = self._spec.max_turns
         seconds = self._spec.episode_timeout_seconds
         most_tokens = self._engine.sampling.max_completion_length
@@ -354,8 +386,11 @@ class AgentEpisodes(Episodes):
             text = (
                 f"expected at most {most_of_prompt} tokens of an episode's prompt "
                 f"(data.max_prompt_length) and {most_tokens} behind it "
-                f"(rollout.max_completion_length), got a request of {num_tokens} tokens"
+                f"(rollout.max_completion_length), got a request of {len(ids)} tokens"
             )
+            num_of_pictures = sum(token < 0 for token in ids)
+            if num_of_pictures:
+                text += f", {num_of_pictures} of pictures (a smaller data.max_image_pixels)"
             return ApiError(text, "context_length_exceeded")
         return None
 
@@ -503,6 +538,7 @@ class AgentEpisodes(Episodes):
 
     def forget(self, key: Key) -> GroupRecord:
         self.pool.forget(key)
+        self._engine.shown.forget(key)
         group = self._groups.pop(key)
         episodes = group.episodes
         without_requests = [episode for episode in episodes if not episode.sequences]

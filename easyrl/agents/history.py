@@ -19,7 +19,9 @@ from easyrl.config.spec import EpisodeSpec
 from easyrl.data.chat import render_prompt, text_decoder
 from easyrl.engines.base import Turn
 from easyrl.environments.conversation import Conversations
+from easyrl.environments.episodes import extended
 from easyrl.environments.loading import Interface
+from easyrl.environments.pictures import EpisodePictures
 from easyrl.environments.tool_calls.calls import Calls
 from easyrl.types import Messages
 
@@ -40,9 +42,16 @@ class _New(NamedTuple):
 class History:
     """Reads and writes the conversations of all episodes of a worker."""
 
-    def __init__(self, spec: EpisodeSpec, tokenizer: Any, end_tokens: Collection[int]) -> None:
-        """`end_tokens`: those that end an answer."""
+    def __init__(
+        self,
+        spec: EpisodeSpec,
+        tokenizer: Any,
+        end_tokens: Collection[int],
+        pictures: EpisodePictures | None = None,
+    ) -> None:
+        """`end_tokens`: those that end an answer; `pictures`: where requests may show some."""
         self._spec = spec
+        self._pictures = pictures
         self._tokenizer = tokenizer
         self._end_tokens = end_tokens
         self._decode = text_decoder(tokenizer)
@@ -130,13 +139,22 @@ class History:
         """Whether tokens are the text that the template writes for the messages of a request."""
         conversations = self._conversations_with(_as_key(request.tools))
         as_sent = conversations.prompt_ids(_with_forms(continued.node, request.messages))
-        return self._decode(continued.ids).split() == self._decode(as_sent).split()
+        return self._text_of(continued.ids) == self._text_of(as_sent)
+
+    def _text_of(self, ids: list[int]) -> list[str]:
+        """Return the words of tokens. Pictures are those of the messages in any case."""
+        return self._decode([token for token in ids if token >= 0]).split()
 
     def _make_conversations(self, tools: str) -> Conversations:
         schemas = json.loads(tools)
         interface = Interface(schemas, is_game=False, has_reward=False)
         return Conversations(
-            self._spec, self._tokenizer, interface, self._end_tokens, is_checked=False
+            self._spec,
+            self._tokenizer,
+            interface,
+            self._end_tokens,
+            is_checked=False,
+            pictures=self._pictures,
         )
 
     def _check_regular(self, tools: str, role: str) -> bool:
@@ -242,7 +260,7 @@ def _with_forms(node: Node, messages: Messages) -> Messages:
     nodes = [each for each in node.ancestors if each.role != ADDED]
     for message, each in zip(reversed(messages), nodes, strict=False):
         if each.form and each.answer is None:
-            content = f"{message['content']}\n\n{each.form}"
+            content = extended(message["content"], f"\n\n{each.form}")
             shown.append({**message, "content": content})
         else:
             shown.append(message)

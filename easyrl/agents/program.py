@@ -29,9 +29,11 @@ from typing import Any, NamedTuple
 from easyrl.agents.protocols.base import MODEL
 from easyrl.config import ConfigError
 from easyrl.config.spec import EpisodeSpec
+from easyrl.data.pictures import data_address, with_images
 from easyrl.devices import LOOPBACK
 from easyrl.formatting import require
 from easyrl.rewards.loading import accepted_arguments
+from easyrl.types import Picture
 from easyrl.user_code import load_function
 
 KEY = "rollout.agent (--agent)"
@@ -86,7 +88,8 @@ class Agent:
         raises, and ValueError for a result that is no reward."""
         if self.words:
             return self._execute(row, base_url, api_key)
-        given: dict[str, Any] = {"row": dict(row), "base_url": base_url, "api_key": api_key}
+        shown = {name: with_images(value) for name, value in row.items()}
+        given: dict[str, Any] = {"row": shown, "base_url": base_url, "api_key": api_key}
         if self._kind:
             given["client"] = self._client(base_url, api_key)
         returned = self._solve(**accepted_arguments(self._solve, given))
@@ -178,7 +181,12 @@ def fill_in(words: Sequence[str], row: Mapping[str, Any]) -> list[str]:
     """Replace `{column}` in each word of a command. Raises ConfigError for an unknown column."""
     texts: dict[str, str] = {}
     for name, value in row.items():
-        texts[name] = value if isinstance(value, str) else json.dumps(value)
+        if isinstance(value, str):
+            texts[name] = value
+        elif isinstance(value, Picture):
+            texts[name] = data_address(value)
+        else:
+            texts[name] = json.dumps(value, default=_as_json)
     try:
         return [Formatter().vformat(word, (), texts) for word in words]
     except (LookupError, ValueError, AttributeError) as error:
@@ -186,6 +194,13 @@ def fill_in(words: Sequence[str], row: Mapping[str, Any]) -> list[str]:
             f"{KEY}: expected names of columns in braces ({', '.join(row)}; {{{{ and }}}} are "
             f"braces), got {shlex.join(words)}: {error!r}"
         ) from None
+
+
+def _as_json(value: Any) -> str:
+    """Return a picture in a list of them as its address. Raises TypeError for other values."""
+    if isinstance(value, Picture):
+        return data_address(value)
+    raise TypeError(f"expected a value of JSON, got {value!r:.80}")
 
 
 def as_value(returned: Any) -> Value:

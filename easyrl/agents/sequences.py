@@ -20,6 +20,7 @@ from easyrl.agents.conversation_tree import BranchReason, ConversationTree, Node
 from easyrl.agents.protocols.base import Request
 from easyrl.engines.base import Turn
 from easyrl.environments.host import Key
+from easyrl.environments.pictures import ShownFiles
 from easyrl.layout.tree import TokenTree
 from easyrl.types import Completion, Messages, Prompt
 
@@ -103,6 +104,7 @@ class Episode:
     """Those that nothing continues, by their last answer. The newest is the last."""
     branch_reasons: Counter[BranchReason] = field(default_factory=Counter)
     """Requests that do not continue their newest answer, by reason."""
+    files: ShownFiles | None = None  # that its requests have shown
     num_requests: int = 0
     num_counted: int = 0  # requests that only count tokens
     num_tokens: int = 0  # behind the group's prompt; what sequences share counts once

@@ -26,8 +26,9 @@ Before the trainer frees the slot of a group that it has accepted, it writes the
 a group that moves from the one to the other meanwhile is not missed. A group that is in neither has
 to be generated again.
 
-A prompt's pictures cross as the files that the data has: the trainer's processor makes the model's
-arrays again, which are the same, and ten to a hundred times larger.
+Pictures cross as the files that the data has, or that a tool or an agent shows, with the tokens
+that stand for each: the trainer's processor makes the model's arrays again, which are the same, and
+ten to a hundred times larger.
 
 Shapes: P prompt tokens, G completions of one prompt, ΣR completion tokens of a group.
 """
@@ -86,6 +87,9 @@ ARRAYS = (
     GroupArray("teacher_prompt_ids", np.int32, "num_teacher_prompt_tokens"),
     GroupArray("picture_bytes", np.uint8, "num_picture_bytes"),
     GroupArray("picture_lengths", np.int32, "num_pictures"),
+    GroupArray("shown_files", np.int32, "num_shown"),
+    GroupArray("shown_starts", np.int32, "num_shown"),
+    GroupArray("shown_stops", np.int32, "num_shown"),
 )
 DIMENSIONS = tuple(dict.fromkeys(array.dimension for array in ARRAYS))  # each once, in order
 FIELDS = ("iteration", "policy_version", "group_index", "prompt_index")
@@ -122,7 +126,8 @@ class RingLayout:
     num_groups: int  # of an iteration: group indices are 0 … num_groups − 1
     nodes_per_completion: int = 1  # of the group's tree, on average over its completions
     max_teacher_prompt_length: int = 0  # in tokens
-    max_picture_bytes: int = 0  # of all files of a prompt's pictures; 0: prompts have none
+    max_picture_bytes: int = 0  # of all image files of a group; 0: there are no pictures
+    max_shown: int = 0  # places of a group where a picture is shown
 
     @property
     def capacities(self) -> dict[str, int]:
@@ -134,8 +139,8 @@ class RingLayout:
             "num_nodes": 1 + self.num_generations * self.nodes_per_completion,  # 1: the prompt
             "num_teacher_prompt_tokens": self.max_teacher_prompt_length,
             "num_picture_bytes": self.max_picture_bytes,
-            # A picture has one token at least.
-            "num_pictures": self.max_prompt_length if self.max_picture_bytes else 0,
+            "num_pictures": self.max_shown,
+            "num_shown": self.max_shown,
         }
 
     def arrays(self) -> Iterator[SharedArray]:

@@ -79,7 +79,8 @@ class DataConfig(Section):
     """Longest prompt in tokens; in `easyrl eval` by default the preset's."""
     max_image_bytes: int = Field(default=4 * 2**20, ge=1)
     """Largest size of the image files of a prompt, all together: in the ring buffer every slot has
-    room for so many bytes, if prompts have pictures."""
+    room for so many bytes, if prompts have pictures. Also of those that an episode shows
+    (`rollout.takes_pictures`)."""
     long_prompts: Literal["stop", "skip"] = "stop"
     """Name a longer prompt and do not start (`stop`), or leave its row out (`skip`)."""
     chat_template: Annotated[str | None, AfterValidator(_read_template), COMPARED] = None

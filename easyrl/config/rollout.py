@@ -91,6 +91,10 @@ class RolloutConfig(Section):
     tool_format: Annotated[ToolFormat, COMPARED] = "auto"
     """Form of a tool call (docs/environments.md). `auto`: the one that reads what the chat template
     writes, or else the tokenizer's `response_template`."""
+    takes_pictures: Annotated[bool, COMPARED] = False
+    """Whether tools and environments may answer with pictures, and requests of agents show some.
+    The model then has the part that reads them, also if no row has a picture, and a slot of the
+    ring buffer has room for `data.max_image_bytes` of each episode, too."""
     max_turns: Annotated[int, COMPARED] = Field(default=16, ge=1)
     """Most turns of the model in an episode. `rollout.max_completion_length` counts all tokens
     after the prompt, also those of tools."""
@@ -110,6 +114,9 @@ class RolloutConfig(Section):
         if self.agent is not None and (self.environment is not None or self.tools):
             expected = "expected null with rollout.environment or rollout.tools"
             raise ValueError(f"rollout.agent (--agent): {expected}, got {self.agent!r}")
+        if self.takes_pictures and not self.has_environments:
+            expected = "expected false without rollout.environment, rollout.tools or rollout.agent"
+            raise ValueError(f"rollout.takes_pictures: {expected}, got true")
         return self
 
     @field_validator("agent")

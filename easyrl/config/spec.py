@@ -49,7 +49,8 @@ class ModelSpec:
     chat_template: str | None  # instead of the tokenizer's own
     max_image_pixels: int | None = None
     has_pictures: bool = False
-    """Whether prompts show pictures: known once the data is open (`RunSpec.with_pictures`)."""
+    """Whether episodes may show pictures, or prompts do, which is known once the data is open
+    (`RunSpec.with_pictures`)."""
     vision: VisionMode = "frozen"  # without pictures it has no effect
 
     @property
@@ -67,6 +68,7 @@ class ModelSpec:
             lora=model.lora,
             chat_template=config.data.chat_template,
             max_image_pixels=config.data.max_image_pixels,
+            has_pictures=config.rollout.takes_pictures,
             vision=model.vision,
         )
 
@@ -121,6 +123,8 @@ class EpisodeSpec:
     ignores_sampling: bool  # an agent's requests may ask for any sampling settings
     keeps_history: bool  # an agent's earlier answers are shown as they were sampled
     tool_format: ToolFormat
+    shows_pictures: bool  # answers of tools and requests of agents may have some
+    max_image_bytes: int  # of the pictures that an episode shows, all together
     chat_template_kwargs: Mapping[str, Any]
     max_turns: int
     limits: TokenLimits
@@ -337,9 +341,14 @@ class RunSpec:
     {"reward.functions": ["mine.py:length"], "rollout.tools": []}."""
     trackers: tuple[str, ...]  # `output.log_to`
 
+    @property
+    def shows_pictures_in_episodes(self) -> bool:
+        return self.episodes is not None and self.episodes.shows_pictures
+
     def with_pictures(self, has_pictures: bool) -> Self:
-        """Return the run with or without pictures in its prompts."""
-        return replace(self, model=replace(self.model, has_pictures=has_pictures))
+        """Return the run with or without pictures in its prompts; episodes may show others."""
+        is_needed = has_pictures or self.shows_pictures_in_episodes
+        return replace(self, model=replace(self.model, has_pictures=is_needed))
 
     @property
     def for_rollout(self) -> RolloutSpec:

@@ -52,7 +52,7 @@ def _read_message(message: Any, *, takes_pictures: bool) -> dict[str, Any]:
     if content is None and message.get("tool_calls"):
         content = ""
     parts: list[dict[str, Any]] | None = None
-    if takes_pictures and _has_picture(content):
+    if takes_pictures and has_picture(content):
         assert isinstance(content, list)
         parts = [_read_part(part) for part in content]
         content = ""  # pictures are no JSON
@@ -67,7 +67,8 @@ def _read_message(message: Any, *, takes_pictures: bool) -> dict[str, Any]:
     return read
 
 
-def _has_picture(content: Any) -> bool:
+def has_picture(content: Any) -> bool:
+    """Return whether a content has a part for a picture, in any form that is read."""
     if not isinstance(content, list):
         return False
     return any(_is_image(part) for part in content)

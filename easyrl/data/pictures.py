@@ -11,7 +11,7 @@ import binascii
 import io
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -212,10 +212,23 @@ def thumbnail(picture: Picture) -> bytes:
 
 
 def is_picture(value: Any) -> bool:
-    """Return whether a value is an image of PIL, a picture, or a content with a part for one."""
+    """Return whether a value is an image of PIL, a picture, or a list with one of these or with a
+    content's part for a picture."""
     if isinstance(value, list):
-        return any(map(is_picture_part, value))
+        return any(is_picture_part(each) or is_picture(each) for each in value)
     return isinstance(value, Picture) or hasattr(value, "getpalette")
+
+
+def picture_of_part(part: Mapping[str, Any]) -> Picture:
+    """Return the picture of a content's part `{"type": "image"}`, which has it as `image`, `path`,
+    `bytes`, `url`, or OpenAI's `image_url`. Raises PictureError; the content is not looked at."""
+    for key in ("image", "bytes", "path", "url", "image_url"):
+        value = part.get(key)
+        if isinstance(value, dict) and key == "image_url":
+            value = value.get("url")
+        if value is not None:
+            return read_picture(value)
+    raise PictureError(f"expected a part with its picture as image, path or url, got {list(part)}")
 
 
 def with_images(value: Any) -> Any:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from easyrl.channels.weights import WeightChannel, WeightEndpoint
 from easyrl.config import ConfigError
 from easyrl.engines.sampling import SamplingSettings, StopStrings
+from easyrl.engines.shown import ShownPictures
 from easyrl.model.policy import Policy
 from easyrl.types import Completion, Int32, PromptMedia, WeightPiece
 
@@ -40,7 +41,9 @@ class GroupRequest:
     """The prompt continues what the engine has stored for earlier requests of the same family:
     tokens that it begins with are not computed again. None: it is computed as a whole."""
 
-    media: PromptMedia | None = None  # the prompt's pictures
+    media: PromptMedia | None = None
+    """The pictures of a row's prompt, which has placeholders. Pictures that an agent or a tool
+    shows have ids of their own among the tokens (`shown`)."""
 
     def limits(self, sampling: SamplingSettings) -> Sequence[int]:
         """Return the maximum tokens of each completion [G]."""
@@ -75,6 +78,7 @@ class Engine:
         self.num_completion_tokens = 0  # sampled so far
         self.num_steps = 0  # forwards of the embedded engine so far
         self.end_tokens: Sequence[int] = ()  # that end a completion
+        self.shown = ShownPictures()  # of episodes: see `engines.shown`
         self._waiting: deque[GroupRequest] = deque()
         self._turns: list[Turn] = []
         self._ended: dict[tuple[int, ...], dict[int, Completion]] = {}

@@ -13,8 +13,10 @@ A row holds the tokens of one sequence behind its nodes. Active rows come first,
 the others; then suspended ones. Finished rows are reused in the same step. When a suspended row is
 resumed, one step computes all tokens that were inserted.
 
-The pictures of a prompt are encoded when it is computed, once for the group. In some models the
-positions behind it are then others than its number of tokens says: a row has this `shift`.
+The pictures of a prompt are encoded when it is computed, once for the group. Those that an agent or
+a tool shows are encoded with the tokens around them, wherever these are stored (`shown`). In some
+models the positions behind pictures are others than the number of tokens says: a row has this
+`shift`.
 
 Requests are served first come, first served. What a step computes depends on the requests and the
 sampled tokens alone, never on a clock (docs/design.md, Invariants).
@@ -41,6 +43,7 @@ from easyrl.engines.fused_decoder import RECHECKED_TOKENS, fused_decoder
 from easyrl.engines.fused_delta_rule import fuse_steps
 from easyrl.engines.prefixes import PromptPrefixes
 from easyrl.engines.sampling import SamplingSettings, sample, uniform_stream
+from easyrl.engines.shown import with_placeholders
 from easyrl.engines.step_graphs import PROMPT_STEP, StepGraphs
 from easyrl.layout.tree import Ints
 from easyrl.model.inputs import ModelInputs
@@ -75,7 +78,7 @@ class _Sequence:
     limit: int  # completion tokens at most
     uniforms: Float64  # [limit]
     shift: int = 0
-    """What is added to a token's place in the sequence, behind a prompt with pictures."""
+    """What is added to a token's place in the sequence, behind the pictures of its prompt."""
     row_start: int = 0
     """Position of the token in the first cell of its row: the one behind `node`."""
     first_token: int = 0  # sampled when the prompt was computed
@@ -397,6 +400,7 @@ class EmbeddedEngine(PolicyEngine):
             if request.media is not None:
                 assert self.policy.vision is not None
                 shift = self.policy.vision.position_delta(request.prompt_ids, request.media.arrays)
+            shift += self._shift_of(node.ids)
             for index, limit in enumerate(request.limits(self.sampling)):
                 key = (*request.key, index)
                 sequence = _Sequence(
@@ -462,17 +466,21 @@ class EmbeddedEngine(PolicyEngine):
         newest = active["tokens"][np.arange(n), active["count"] - 1]
         logits_at = parts.add(newest, active["position"] + active["shift"]).tolist()
         of_resumed = (resumed["position"] + resumed["shift"]).tolist()
-        for tokens, position in zip(fed, of_resumed, strict=True):
+        pictures = list[RowPictures]()
+        for index, (tokens, position) in enumerate(zip(fed, of_resumed, strict=True)):
             positions = np.arange(1 - len(tokens), 1) + position
             numbers = parts.add(tokens, positions)
             logits_at.append(numbers[-1])
+            pictures += self._shown_among(tokens, numbers)
+            resumed["shift"][index] += self._shift_of(tokens)
         last_of = dict[Node, int]()
-        pictures = list[RowPictures]()
         for node in (*continuing, *behind_prefixes, *prompts):
             first = node.start + node.num_stored
-            positions = np.arange(first, node.stop)
-            numbers = parts.add(node.ids[first:], positions)
+            positions = np.arange(first, node.stop) + self._shift_of(node.ids[:first])
+            tokens = node.ids[first:]
+            numbers = parts.add(tokens, positions)
             last_of[node] = numbers[-1]
+            pictures += self._shown_among(tokens, numbers)
             if node in pictured:
                 media = pictured[node]
                 start = int(numbers[0])
@@ -481,6 +489,7 @@ class EmbeddedEngine(PolicyEngine):
         logits_at += [last_of[node] for node in new_nodes if node.is_prompt]
         if not parts.number:
             return torch.zeros(0, self.policy.vocabulary_size, device=device)
+        ids = parts.ids(self._placeholder_id)
         layout = StepLayout(
             self.cache,
             active,
@@ -489,13 +498,13 @@ class EmbeddedEngine(PolicyEngine):
             continuing=continuing,
             behind_prefixes=behind_prefixes,
             prompts=prompts,
-            spans=self._spans_of(parts.ids(), pictures),
+            spans=self._spans_of(ids, pictures),
             device=device,
         )
         for node in new_nodes:
             node.num_stored = len(node)
         inputs = ModelInputs(
-            parts.ids().to(device),
+            ids.to(device),
             parts.positions().to(device),
             layout,
             torch.tensor(logits_at, dtype=torch.int64, device=device),
@@ -504,6 +513,33 @@ class EmbeddedEngine(PolicyEngine):
         if pictures:
             return self.policy.forward(inputs)
         return self._run_model(inputs)
+
+    @property
+    def _placeholder_id(self) -> int:
+        """The token that the model gets for a part of a picture; 0 without pictures."""
+        return 0 if self.policy.vision is None else self.policy.vision.placeholder_id
+
+    def _shown_among(self, tokens: Ints, numbers: Ints) -> list[RowPictures]:
+        """Return the pictures among new tokens, which have these numbers in the step. (Tokens of
+        one row or node stand together, and nothing else behind them continues them.)"""
+        found = list[RowPictures]()
+        for shown in self.shown.find(tokens):
+            start = int(numbers[shown.start])
+            stop = int(numbers[0]) + shown.stop
+            end = int(numbers[-1]) + 1
+            found.append(RowPictures((shown.picture,), start, stop, end))
+        return found
+
+    def _shift_of(self, ids: Ints) -> int:
+        """Return what the pictures among tokens add to the positions of the tokens behind them."""
+        vision = self.policy.vision
+        if vision is None or not vision.has_axes:
+            return 0
+        shift = 0
+        for shown in self.shown.find(ids):
+            own = with_placeholders(ids[shown.start : shown.stop], vision.placeholder_id)
+            shift += vision.shown_delta(own, shown.picture)
+        return shift
 
     def _spans_of(self, ids: Tensor, pictures: Sequence[RowPictures]) -> Spans | None:
         if self.policy.vision is None:
@@ -675,8 +711,10 @@ class _Tokens:
         self._positions.append(positions)
         return np.arange(first, self.number)
 
-    def ids(self) -> Tensor:
-        return torch.from_numpy(np.concatenate(self._ids).astype(np.int64))
+    def ids(self, placeholder_id: int) -> Tensor:
+        """Return the tokens, with this one for the parts of pictures."""
+        ids = with_placeholders(np.concatenate(self._ids), placeholder_id)
+        return torch.from_numpy(ids.astype(np.int64))
 
     def positions(self) -> Tensor:
         return torch.from_numpy(np.concatenate(self._positions))

@@ -42,6 +42,7 @@ from easyrl.engines.sampling import SamplingSettings, sample
 from easyrl.layout.tree import NONE, Ints
 from easyrl.model.inputs import ModelInputs
 from easyrl.model.mixers.interface import LayerSettings
+from easyrl.model.mixers.sdpa import Rows
 from easyrl.model.policy import Policy
 from easyrl.types import Float64
 
@@ -315,4 +316,5 @@ class _PaddedRows:
         self._num_attended += 1
         # Padding repeats the first row: it writes the same values to the same cell.
         self._tokens.store(key[self._sources], value[self._sources], layer)
-        return self._tokens.attend(query, key.shape[1], layer, settings, sinks)
+        new = Rows(query, key, value)
+        return self._tokens.attend(new, key.shape[1], layer, settings, sinks)

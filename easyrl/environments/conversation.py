@@ -19,6 +19,7 @@ from easyrl.config import ConfigError
 from easyrl.config.spec import EpisodeSpec
 from easyrl.data.chat import NO_CHAT_TEMPLATE, render_prompt
 from easyrl.environments.loading import Interface
+from easyrl.environments.pictures import EpisodePictures
 from easyrl.environments.tool_calls.calls import (
     BadCall,
     Calls,
@@ -88,12 +89,15 @@ class Conversations:
         end_tokens: Collection[int],
         *,
         is_checked: bool = True,
+        pictures: EpisodePictures | None = None,
     ) -> None:
-        """`end_tokens`: tokens that end an answer; `is_checked`: by `check`. Raises ConfigError if
-        the chat template cannot be used, or its calls have no known format."""
+        """`end_tokens`: tokens that end an answer; `is_checked`: by `check`; `pictures`: of a run
+        whose messages may show some. Raises ConfigError if the chat template cannot be used, or its
+        calls have no known format."""
         if not getattr(tokenizer, "chat_template", None):
             raise ConfigError(f"rollout.environment: {NO_CHAT_TEMPLATE}")
         self._tokenizer = tokenizer
+        self._pictures = pictures
         self._schemas: Schemas = interface.schemas
         self._variables = dict(spec.chat_template_kwargs)
         self._format: str = spec.tool_format
@@ -134,6 +138,8 @@ class Conversations:
 
     def prompt_ids(self, messages: Messages) -> list[int]:
         """Tokenize a prompt with the descriptions of the tools. Raises ConfigError."""
+        if self._pictures is not None:
+            return self._pictures.prompt_ids(messages, self._variables)
         return render_prompt(messages, self._tokenizer, self._variables)
 
     def read_turn(self, token_ids: Sequence[int], prefix: Sequence[int]) -> ReadTurn:
@@ -157,8 +163,9 @@ class Conversations:
         return ReadTurn(text, turn.calls, turn.around if is_read else text)
 
     def _decode(self, ids: list[int]) -> str:
+        without_pictures = [token for token in ids if token >= 0]
         # Cleaning up spaces would change what a call says.
-        return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+        return str(self._tokenizer.decode(without_pictures, clean_up_tokenization_spaces=False))
 
     def _render(self, messages: Messages, **options: Any) -> str:
         """Render messages as the template writes them. Raises whatever the template raises."""
@@ -254,8 +261,12 @@ class Conversations:
     def suffix(self, messages: Messages, last_token: int) -> list[int]:
         """Return the tokens to insert behind an answer, before the next: those of `messages`, of
         tools and the user. `last_token`: of the answer; an answer that was ended by a stop string
-        gets its end token first. Raises ConfigError where the template refuses them."""
-        suffix = self._remembered_suffix(json.dumps(messages))
+        gets its end token first. Raises ConfigError where the template refuses them, and ValueError
+        for a text that stands for a picture, or pictures that it does not show."""
+        if any(isinstance(message["content"], list) for message in messages):
+            suffix = self._render_suffix(messages, [])  # ids of pictures are known for a while
+        else:
+            suffix = self._remembered_suffix(json.dumps(messages))
         if last_token in self._ends or not self._ends:
             return suffix.token_ids
         return [suffix.end_token, *suffix.token_ids]
@@ -291,7 +302,10 @@ class Conversations:
                 "generation_config.json) between a tool call and its result, got "
                 f"{behind.partition(RESULT)[0]!r:.200}"
             )
-        ids = self._tokenizer(rest, add_special_tokens=False)["input_ids"]
+        if self._pictures is None:
+            ids = self._tokenizer(rest, add_special_tokens=False)["input_ids"]
+        else:
+            ids = self._pictures.ids_behind_answer(rest, messages)
         end_token = min(self._ends, default=0) if end is None else end.token
         return _Suffix(end_token, ids)
 

@@ -21,12 +21,15 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from easyrl.config import ConfigError
 from easyrl.config.spec import EpisodeSpec
+from easyrl.data.pictures import PictureError
 from easyrl.engines.base import Engine, FinishedGroup, GroupRequest, Turn
 from easyrl.environments.base import Episodes, GroupRecord, GroupTexts, mean, num_common
 from easyrl.environments.conversation import Conversations
 from easyrl.environments.host import Acted, Key
 from easyrl.environments.host_pool import FAILURES, HostLost
+from easyrl.environments.pictures import EpisodePictures, ShownFiles
 from easyrl.environments.pool import EnvironmentPool, name_of, row_of
 from easyrl.environments.tool_calls.calls import UNKNOWN, Calls, ToolCall
 from easyrl.events import FailedCall
@@ -47,6 +50,7 @@ class _Episode:
     num_errors: int = 0
     num_read: int = 0  # tokens of the completion that `messages` has
     ended_by: EndReason = "length"
+    files: ShownFiles | None = None  # that its environment has shown
 
 
 class _Waiting(NamedTuple):
@@ -108,9 +112,14 @@ class EnvironmentEpisodes(Episodes):
         loaded = self.pool.loaded()
         self._interfaces = loaded.interfaces
         self._reward_functions = loaded.reward_functions
+        self._pictures: EpisodePictures | None = None
+        if self._spec.shows_pictures and renderer.processor is not None:
+            self._pictures = EpisodePictures(renderer.processor, tokenizer, engine.shown)
         self._conversations: dict[str, Conversations] = {}
         for name, interface in self._interfaces.items():
-            conversations = Conversations(self._spec, tokenizer, interface, engine.end_tokens)
+            conversations = Conversations(
+                self._spec, tokenizer, interface, engine.end_tokens, pictures=self._pictures
+            )
             self._conversations[name] = conversations
 
     @property
@@ -284,7 +293,13 @@ class EnvironmentEpisodes(Episodes):
                 self._end(turn, episode, "time")
                 return
             acted = _failed_calls(episode.messages[-1], error)
-        episode.messages += acted.messages
+        try:
+            messages = self._named(turn.key, episode, acted.messages)
+        except PictureError as error:
+            self._break(turn.key, error, episode)
+            self._end(turn, episode, "error")
+            return
+        episode.messages += messages
         episode.num_calls += acted.num_calls
         episode.num_errors += acted.num_errors
         limit = self._spec.episode_timeout_seconds
@@ -295,14 +310,32 @@ class EnvironmentEpisodes(Episodes):
         elif limit is not None and time.monotonic() - group.started > limit:
             self._end(turn, episode, "time")
         else:
-            self._resume(group, episode, turn, acted.messages)
+            self._resume(group, episode, turn, messages)
+
+    def _named(self, key: Key, episode: _Episode, messages: Messages) -> Messages:
+        """Return answers whose pictures are named by digests. Raises PictureError."""
+        pictures = self._pictures
+        if pictures is None:
+            return messages
+        if episode.files is None:
+            episode.files = ShownFiles(self._spec.max_image_bytes)
+        named: Messages = []
+        for message in messages:
+            try:
+                named.append(pictures.named(message, episode.files, key))
+            except PictureError as error:
+                source = f"tool '{message['name']}'" if "name" in message else "step"
+                raise PictureError(f"{source}: {error}") from error
+        return named
 
     def _resume(self, group: _Group, episode: _Episode, turn: Turn, messages: Messages) -> None:
         """Insert messages behind a turn, and let the model go on."""
         conversations = self._conversations[group.environment]
-        suffix = conversations.suffix(messages, int(turn.token_ids[-1]))
         try:
+            suffix = conversations.suffix(messages, int(turn.token_ids[-1]))
             self._check_no_picture(suffix, "an environment's answer")
+        except ConfigError:
+            raise  # of the template, which refuses any answer
         except ValueError as error:
             self._break(turn.key, error, episode)
             self._end(turn, episode, "error")
@@ -318,7 +351,7 @@ class EnvironmentEpisodes(Episodes):
         if not self._renderer.placeholder_ids.isdisjoint(token_ids):
             raise ValueError(
                 f"expected {source} without the text that stands for a picture, which the model "
-                "would look for; environments cannot return pictures"
+                "would look for; give a picture as a part of the content (docs/environments.md)"
             )
 
     def _end(self, turn: Turn, episode: _Episode, reason: EndReason) -> None:
@@ -370,6 +403,7 @@ class EnvironmentEpisodes(Episodes):
 
     def forget(self, key: Key) -> GroupRecord:
         self.pool.forget(key)
+        self._engine.shown.forget(key)
         episodes = self._groups.pop(key).episodes
         metrics = {
             "episodes/turns": mean([episode.num_turns for episode in episodes]),
@@ -408,11 +442,11 @@ def with_observation(content: str | Messages, observation: str | None) -> Messag
         messages.append({"role": "user", "content": observation})
     else:
         last = messages.pop()
-        messages.append({**last, "content": _extended(last["content"], observation)})
+        messages.append({**last, "content": extended(last["content"], observation)})
     return messages
 
 
-def _extended(content: str | list[dict[str, Any]], text: str) -> str | list[dict[str, Any]]:
+def extended(content: str | list[dict[str, Any]], text: str) -> str | list[dict[str, Any]]:
     """Return a message's content with a text behind it."""
     if isinstance(content, str):
         return f"{content}{text}"

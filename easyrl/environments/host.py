@@ -31,13 +31,21 @@ import numpy as np
 
 from easyrl.config import ConfigError
 from easyrl.config.spec import EpisodeSpec
-from easyrl.data.pictures import is_picture, with_images
+from easyrl.data.pictures import (
+    PictureError,
+    data_address,
+    is_picture,
+    open_picture,
+    picture_of_part,
+    read_picture,
+    with_images,
+)
 from easyrl.environments.loading import Environment, Interfaces, load_environments
 from easyrl.environments.tool_calls.calls import BadCall, Calls, ToolCall
 from easyrl.processes import maybe_sleep, set_name
 from easyrl.rewards import worker
 from easyrl.rewards.loading import accepted_arguments
-from easyrl.types import Messages
+from easyrl.types import Messages, is_picture_part, is_text_part
 from easyrl.user_code import user_traceback
 
 PROCESS_NAME = "easyrl-env"
@@ -186,11 +194,8 @@ class EnvironmentHost(Host):
             except BaseException as error:  # of the user's tool, SystemExit too, or of a wrong call
                 num_errors += 1
                 content = str({"error": str(error)})
-            if is_picture(content):
-                raise TypeError(
-                    f"tool '{call.name}': expected a text or a value, because tools cannot return "
-                    f"pictures, got {content!r:.80}"
-                )
+            if self._is_shown(content):
+                content = self._parts_of(f"tool '{call.name}'", content)
             message = {"role": "tool", "name": call.name, "content": content}
             if call.call_id:
                 message["tool_call_id"] = call.call_id
@@ -203,7 +208,32 @@ class EnvironmentHost(Host):
             case (str() as observation, is_done):
                 messages = [{"role": "user", "content": observation}]
                 return Acted(messages, bool(is_done), num_calls=1)
+            case (observation, is_done) if self._is_shown(observation):
+                parts = self._parts_of("step", observation)
+                return Acted([{"role": "user", "content": parts}], bool(is_done), num_calls=1)
         raise TypeError(f"step: expected (observation, done), got {returned!r:.80}")
+
+    def _parts_of(self, source: str, content: Any) -> list[dict[str, str]]:
+        """Return an answer with pictures as parts of a content, in which these have addresses.
+        Raises TypeError, which names the source, for what is no picture."""
+        if not self._spec.shows_pictures:
+            raise TypeError(
+                f"{source}: expected a text or a value, because answers may have pictures only "
+                f"with rollout.takes_pictures=true, got {content!r:.80}"
+            )
+        parts: list[dict[str, str]] = []
+        for each in content if isinstance(content, list) else [content]:
+            if not (is_picture_part(each) or is_picture(each)):
+                text = each["text"] if is_text_part(each) else each
+                parts.append({"type": "text", "text": str(text)})
+                continue
+            try:
+                picture = picture_of_part(each) if is_picture_part(each) else read_picture(each)
+                open_picture(picture)  # all of it, here where an error has a place
+                parts.append({"type": "image", "url": data_address(picture)})
+            except PictureError as error:
+                raise TypeError(f"{source}: {error}") from error
+        return parts
 
     def _call_tool(self, episode: _Episode, call: ToolCall | BadCall) -> Any:
         if isinstance(call, BadCall):
@@ -211,7 +241,14 @@ class EnvironmentHost(Host):
         if call.name not in episode.tools:
             raise ValueError(f"there is no tool '{call.name}'")
         returned = self._call(episode, episode.tools[call.name], **call.arguments)
-        return returned if is_picture(returned) else str(returned)
+        return returned if self._is_shown(returned) else str(returned)
+
+    def _is_shown(self, returned: Any) -> bool:
+        """Whether an answer has pictures. A single mapping may be about something else where no
+        pictures are expected."""
+        if is_picture_part(returned):
+            return self._spec.shows_pictures
+        return is_picture(returned)
 
     def _call(
         self, episode: _Episode, function: Callable[..., Any], /, *args: Any, **kwargs: Any

@@ -4,11 +4,11 @@
 
 The unit of packing is one rollout: a group larger than the budget is split, and its prompt is
 repeated in each part. An agent's episode is one rollout, whose tokens are a tree. Prompts of a row
-that begin alike share their beginning (`prefixes`), as do contexts that agents begin anew; prompts
-with pictures do not, because the same placeholders may stand for other pictures. Where prompts are
-not shared (`model.attention`), the row consists of whole sequences, one for each leaf of an
-episode; the first that contains a token trains it. Which rollouts share a micro-batch is a function
-of their order, lengths and tokens alone (docs/design.md, Invariants).
+that begin alike share their beginning (`prefixes`), as do contexts that agents begin anew; those of
+groups with pictures do not, because the same placeholders may stand for other pictures. Where
+prompts are not shared (`model.attention`), the row consists of whole sequences, one for each leaf
+of an episode; the first that contains a token trains it. Which rollouts share a micro-batch is a
+function of their order, lengths and tokens alone (docs/design.md, Invariants).
 
 Shapes: T tokens of the packed row, K completion tokens in it, C completions; P tokens of a prompt,
 R of a completion.
@@ -31,7 +31,7 @@ from easyrl.types import (
     Float32,
     Int32,
     MicroBatch,
-    Picture,
+    PlacedPictures,
     RolloutGroup,
     RowPictures,
     no_tokens,
@@ -67,9 +67,16 @@ class Rollout:
     the first of the completion; tokens 4 and 5 continue it, and so do 6 and 7."""
     teacher_prompt_ids: Int32 = field(default_factory=no_tokens)
     """The prompt [P'] that the teacher reads. Empty: it reads the same one."""
-    pictures: tuple[Picture, ...] = ()  # of the prompt
+    pictures: tuple[PlacedPictures, ...] = ()
+    """Those of the prompt and of the completion, in `prompt_ids` followed by `completion_ids`."""
+    is_of_pictures: bool = False  # its group shows some, perhaps in other completions alone
     num_group_tokens: int = 0
     """Tokens of its group: the prompt, and the completions that are trained."""
+
+    @property
+    def shares_beginnings(self) -> bool:
+        """Whether its prompt and contexts may share their beginnings with those of others."""
+        return not (self.pictures or self.is_of_pictures)
 
     @cached_property
     def prompt_prefix(self) -> PrefixIds:
@@ -166,6 +173,7 @@ def split_group(
     """
     mask = group.trained_mask(mask_truncated=mask_truncated)
     slices = group.completion_slices()
+    pictures = _pictures_of_completions(group)
     num_group_tokens = len(group.prompt_ids)
     is_trained = list[bool]()
     for where, advantage in zip(slices, group.advantages, strict=True):
@@ -174,7 +182,6 @@ def split_group(
         if is_trained[-1]:
             num_group_tokens += where.stop - where.start
     rollouts = list[Rollout]()
-    pictures = group.pictures
     for number, predecessors in enumerate(_predecessors_of_completions(group)):
         if not is_trained[number]:
             continue
@@ -188,11 +195,34 @@ def split_group(
             advantage=float(group.advantages[number]),
             predecessors=predecessors,
             teacher_prompt_ids=group.teacher_prompt_ids,
-            pictures=pictures,
+            pictures=pictures[number],
+            is_of_pictures=bool(len(group.shown_files)),
             num_group_tokens=num_group_tokens,
         )
         rollouts.append(rollout)
     return rollouts
+
+
+def _pictures_of_completions(group: RolloutGroup) -> list[tuple[PlacedPictures, ...]]:
+    """Return the pictures of the prompt and of each completion, as in `Rollout`."""
+    num_prompt = len(group.prompt_ids)
+    shown = group.pictures
+    found = list[tuple[PlacedPictures, ...]]()
+    for where in group.completion_slices():
+        first = num_prompt + where.start
+        stop = num_prompt + where.stop
+        own = list[PlacedPictures]()
+        for each in shown:
+            if each.stop <= num_prompt:
+                own.append(each)
+            elif first <= each.start and each.stop <= stop:
+                own.append(_shifted(each, -where.start))
+        found.append(tuple(own))
+    return found
+
+
+def _shifted(placed: PlacedPictures, shift: int) -> PlacedPictures:
+    return replace(placed, start=placed.start + shift, stop=placed.stop + shift)
 
 
 def _predecessors_of_completions(group: RolloutGroup) -> list[Ints | None]:
@@ -219,6 +249,7 @@ class _LaidOut(NamedTuple):
     row: Arrangement
     logits_at: Ints  # [K] place in the row of the token that predicts each completion token
     beginnings: list[Beginning]  # in the row: of the prompt and of contexts that agents begin anew
+    pictures: list[RowPictures]  # in the row, in its order
 
 
 def _lay_out(rollouts: Sequence[Rollout], *, shares_prompts: bool) -> _LaidOut:
@@ -238,8 +269,9 @@ def _lay_out(rollouts: Sequence[Rollout], *, shares_prompts: bool) -> _LaidOut:
     # used, since its loss is masked.
     predictors = before[num_prompt:].clip(min=0)
     places = row.first_places(len(before))
-    if rollouts[0].pictures:
-        return _LaidOut(row, places[predictors], beginnings=[])
+    if not rollouts[0].shares_beginnings:
+        pictures = _pictures_in_row(rollouts, row)
+        return _LaidOut(row, places[predictors], beginnings=[], pictures=pictures)
     beginnings = [Beginning(0, num_prompt, min_shared(rollouts[0].num_group_tokens))]
     shift = 0  # of the next completion
     for rollout in rollouts:
@@ -248,7 +280,29 @@ def _lay_out(rollouts: Sequence[Rollout], *, shares_prompts: bool) -> _LaidOut:
             stop = start + context.stop - context.start
             beginnings.append(Beginning(start, stop, context.min_shared))
         shift += len(rollout.completion_ids)
-    return _LaidOut(row, places[predictors], beginnings)
+    return _LaidOut(row, places[predictors], beginnings, pictures=[])
+
+
+def _pictures_in_row(rollouts: Sequence[Rollout], row: Arrangement) -> list[RowPictures]:
+    """Return where the pictures of rollouts of one prompt stand in their row, whose tokens are
+    numbered as in `[P | R1 | R2 | ...]`."""
+    num_prompt = len(rollouts[0].prompt_ids)
+    shown = dict[int, PlacedPictures]()  # by their first token; those of the prompt come often
+    shift = 0  # of the next completion
+    for rollout in rollouts:
+        for each in rollout.pictures:
+            placed = each if each.stop <= num_prompt else _shifted(each, shift)
+            shown[placed.start] = placed
+        shift += len(rollout.completion_ids)
+    found = list[RowPictures]()
+    for first, placed in shown.items():
+        length = placed.stop - placed.start
+        for start in np.flatnonzero(row.tokens == first).tolist():
+            node = int(np.searchsorted(row.tree.stops, start, side="right"))
+            stop = start + length
+            assert stop <= row.tree.stops[node], "no branch begins inside a picture"
+            found.append(RowPictures(placed.pictures, start, stop, int(row.tree.ends[node])))
+    return sorted(found, key=lambda pictures: pictures.start)
 
 
 class OpenRow:
@@ -266,7 +320,7 @@ class OpenRow:
         if not self._shares_prompts:
             return self._num_alone(rollout)
         num_more = len(rollout.completion_ids)
-        if rollout.pictures:
+        if not rollout.shares_beginnings:
             num_prompt = max(len(rollout.prompt_ids), len(rollout.teacher_prompt_ids))
             return num_more if self._has_prompt_of(rollout) else num_prompt + num_more
         is_first = not self._has_prompt_of(rollout)
@@ -292,7 +346,7 @@ class OpenRow:
         if max_tokens is not None and num_tokens > max_tokens:
             return False
         self.num_tokens = num_tokens
-        if self._shares_prompts and not rollout.pictures:
+        if self._shares_prompts and rollout.shares_beginnings:
             if not self._has_prompt_of(rollout):
                 self._prefixes.add(rollout.prompt_prefix)
                 self._teacher_prefixes.add(rollout.teacher_prefix)
@@ -324,8 +378,8 @@ class OpenRow:
 
 
 def _moved(pictures: RowPictures, places: Ints) -> RowPictures:
-    """Return the pictures of a prompt whose tokens have other places in the row. What shows
-    pictures shares nothing with others, and stays together."""
+    """Return pictures whose tokens have other places in the row. A group that shows pictures shares
+    nothing with others, and stays together."""
     shift = int(places[pictures.start]) - pictures.start
     return replace(
         pictures,
@@ -355,7 +409,7 @@ def pack(rollouts: Sequence[Rollout], *, shares_prompts: bool = True) -> MicroBa
     start = 0  # of the next tree in the row
     laid_out_together = _sharing_a_prompt(rollouts) if shares_prompts else _each_alone(rollouts)
     for sharing in laid_out_together:
-        row, at, own_beginnings = _lay_out(sharing, shares_prompts=shares_prompts)
+        row, at, own_beginnings, own_pictures = _lay_out(sharing, shares_prompts=shares_prompts)
         parts = [sharing[0].prompt_ids]
         parts += (rollout.completion_ids for rollout in sharing)
         tokens = np.concatenate(parts)
@@ -365,11 +419,12 @@ def pack(rollouts: Sequence[Rollout], *, shares_prompts: bool = True) -> MicroBa
         if shares_prompts:
             for first, stop, fewest in own_beginnings:
                 beginnings.append(Beginning(start + first, start + stop, fewest))
-        end = start + len(row.tokens)
-        if sharing[0].pictures:
-            stop = start + len(sharing[0].prompt_ids)
-            pictures.append(RowPictures(sharing[0].pictures, start, stop, end))
-        start = end
+        for each in own_pictures:
+            moved = replace(
+                each, start=start + each.start, stop=start + each.stop, end=start + each.end
+            )
+            pictures.append(moved)
+        start += len(row.tokens)
     every_id = np.concatenate(ids)
     merged = merge_prefixes(trees, every_id, beginnings)
 

@@ -6,7 +6,8 @@
 A prompt stands in the row once, so its pictures are encoded once for all of its completions. They
 are encoded alone, never together with those of other prompts: what the tower gives is a function of
 the prompt's pictures, whatever row it is in. So features of a frozen tower may be kept and used
-again, by the policy, the old policy and the reference, without any effect on the bits.
+again, by the policy, the old policy and the reference, without any effect on the bits. A picture
+that a tool or an agent shows is encoded by itself; it may stand at any node of the row's tree.
 
 A tower that is trained runs once for a group, even if several micro-batches share the group:
 
@@ -42,6 +43,7 @@ ArraysOf = Callable[[Sequence[Picture]], Mapping[str, np.ndarray]]
 
 PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
 """Names in configurations of the tokens that stand for something else than text."""
+MAX_DELTAS = 10_000  # of pictures, that are remembered
 TOWER_STATES = ("last_hidden_state", "hidden_states", "attentions")
 """Parts of a tower's output that the model's forward does not read."""
 
@@ -93,12 +95,13 @@ class Vision:
         self._base = model.base_model  # the model without its head
         self._arrays_of = arrays_of
         self._spans = spans
-        self._placeholder = int(model.config.image_token_id)
+        self.placeholder_id = int(model.config.image_token_id)
         self._encoder_arguments = _parameters(self._base.get_image_features)
         self._position_arguments = set[str]()
         if hasattr(self._base, "get_rope_index"):
             self._position_arguments = _parameters(self._base.get_rope_index)
         self._banned = placeholders_of(model.config) | set(placeholder_ids)
+        self._shown_deltas: dict[str, int] = {}  # by the digest of a picture that is encoded alone
         self._kept: OrderedDict[tuple[str, ...], Encoded] = OrderedDict()  # oldest first
         self._num_kept_bytes = 0
         self.sends_back = False
@@ -140,14 +143,16 @@ class Vision:
         pictures: Sequence[RowPictures],
         every: Sequence[Encoded],
     ) -> Tensor:
-        """Return the positions [A, T] of a row. Behind a prompt they continue its largest one."""
+        """Return the positions [A, T] of a row. Those of a prompt, or a picture, begin where the
+        tokens before it end; behind it they continue its largest one."""
         rows = positions[None]
-        for prompt, encoded in zip(pictures, every, strict=True):
-            own = self._prompt_positions(ids[prompt.start : prompt.stop], encoded.grids)
+        for shown, encoded in zip(pictures, every, strict=True):
+            own = self._prompt_positions(ids[shown.start : shown.stop], encoded.grids)
             if len(rows) != len(own):
                 rows = rows.repeat(len(own), 1)
-            rows[:, prompt.start : prompt.stop] = own
-            rows[:, prompt.stop : prompt.end] += _delta(own)
+            # What is shown before it, in the row's order, has moved its first position already.
+            rows[:, shown.start : shown.stop] = own + int(rows[0, shown.start])
+            rows[:, shown.stop : shown.end] += _delta(own)
         return rows
 
     def position_delta(self, ids: Sequence[int], arrays: Mapping[str, np.ndarray]) -> int:
@@ -161,9 +166,21 @@ class Vision:
                 grids[name] = torch.from_numpy(array)
         return _delta(self._prompt_positions(tokens, grids))
 
+    def shown_delta(self, ids: np.ndarray, picture: Picture) -> int:
+        """Return what is added to the positions of the tokens behind a picture, which has these
+        tokens and is encoded by itself."""
+        known = self._shown_deltas.get(picture.digest)
+        if known is None:
+            known = self.position_delta(ids.tolist(), self._arrays_of((picture,)))
+            self._shown_deltas[picture.digest] = known
+            if len(self._shown_deltas) > MAX_DELTAS:
+                oldest = next(iter(self._shown_deltas))
+                del self._shown_deltas[oldest]
+        return known
+
     def _prompt_positions(self, ids: Tensor, grids: Mapping[str, Tensor]) -> Tensor:
         """Return the positions [A, P] of a prompt's tokens [P]."""
-        kinds = (ids == self._placeholder).int()
+        kinds = (ids == self.placeholder_id).int()
         found = self._base.get_rope_index(ids[None], mm_token_type_ids=kinds[None], **grids)
         positions: Tensor = found[0][:, 0]
         return positions
@@ -174,7 +191,7 @@ class Vision:
             return None
         places = list[tuple[int, int]]()
         for prompt in pictures:
-            is_placeholder = ids[prompt.start : prompt.stop] == self._placeholder
+            is_placeholder = ids[prompt.start : prompt.stop] == self.placeholder_id
             edges = np.diff(is_placeholder.astype(np.int8), prepend=0, append=0)
             starts = prompt.start + np.flatnonzero(edges == 1)
             stops = prompt.start + np.flatnonzero(edges == -1)

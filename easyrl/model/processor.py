@@ -51,6 +51,13 @@ class Rendered(NamedTuple):
     media: PromptMedia
 
 
+class Written(NamedTuple):
+    """What the processor writes in a prompt for a picture of a certain size."""
+
+    text: str  # in the place of the one placeholder that a chat template writes
+    num_placeholders: int  # in that text
+
+
 class Processor:
     """transformers' processor of a checkpoint that understands pictures."""
 
@@ -73,7 +80,8 @@ class Processor:
                 texts.add(text)
         self.placeholder_texts = tuple(sorted(texts))
         """Texts that stand for media, and may not be a part of a prompt's own text."""
-        self.num_tokens = lru_cache(MAX_SIZES)(self._num_tokens)
+        self._ids_of_size = lru_cache(MAX_SIZES)(self._measure)
+        self.written = lru_cache(MAX_SIZES)(self._written)
 
     @property
     def chat_template(self) -> str:
@@ -118,6 +126,42 @@ class Processor:
         on pixels. Raises as `render`."""
         ids = self.short_ids(messages, len(sizes), variables, chat_template)
         return len(ids) + sum(self.num_tokens(size) - 1 for size in sizes)
+
+    def num_tokens(self, size: PictureSize) -> int:
+        """Return how many tokens the placeholder of a picture of this size becomes, with those
+        around its features."""
+        return len(self._ids_of_size(size))
+
+    def ids_of_text(
+        self,
+        text: str,
+        pictures: Sequence[PictureSize],
+        picture_ids: Sequence[int],
+        *,
+        is_whole: bool,
+    ) -> list[int]:
+        """Tokenize what a template has written, with a placeholder for each of these pictures. In
+        the tokens their placeholders have these ids. `is_whole`: it is a whole prompt, which may
+        need a begin token. Raises ValueError for another number of placeholders."""
+        parts = text.split(self._processor.image_token)
+        if len(parts) - 1 != len(pictures):
+            raise ValueError(
+                f"expected a chat template that shows each of {len(pictures)} pictures as "
+                f"{self._processor.image_token!r}, got {len(parts) - 1} of these"
+            )
+        written = [self.written(size) for size in pictures]
+        whole = parts[0]
+        for each, part in zip(written, parts[1:], strict=True):
+            whole += each.text + part
+        options = self._text_options(text) if is_whole else {"add_special_tokens": False}
+        ids: list[int] = self._tokenizer(whole, **options)["input_ids"]
+        wanted = list[int]()
+        for each, picture_id in zip(written, picture_ids, strict=True):
+            wanted += [picture_id] * each.num_placeholders
+        places = [place for place, token in enumerate(ids) if token in self.placeholder_ids]
+        for place, picture_id in zip(places, wanted, strict=True):
+            ids[place] = picture_id
+        return ids
 
     def short_ids(
         self,
@@ -199,9 +243,15 @@ class Processor:
                 arrays[name] = tensor.numpy()
         return Rendered(found["input_ids"][0].tolist(), PromptMedia(tuple(pictures), arrays))
 
-    def _num_tokens(self, size: PictureSize) -> int:
-        """Return how many tokens the placeholder of a picture of this size becomes, with those
-        around its features: measured, because no interface of processors says that."""
+    def _written(self, size: PictureSize) -> Written:
+        ids = self._ids_of_size(size)
+        text = self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        num_placeholders = sum(token in self.placeholder_ids for token in ids)
+        return Written(str(text), num_placeholders)
+
+    def _measure(self, size: PictureSize) -> list[int]:
+        """Return the tokens that the placeholder of a picture of this size becomes: measured,
+        because no interface of processors says that."""
         from PIL import Image
 
         blank = Image.new("RGB", (size.width, size.height))
@@ -213,7 +263,8 @@ class Processor:
             do_rescale=False,  # the values of the pixels do not matter
             do_normalize=False,
         )
-        return len(found["input_ids"][0])
+        ids: list[int] = found["input_ids"][0].tolist()
+        return ids
 
 
 def _texts_of(message: Mapping[str, Any]) -> list[Any]:

@@ -90,9 +90,12 @@ class PromptRenderer:
         return str(template)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return all tokens as text. A run of placeholders is one, with its length behind it."""
+        """Return all tokens as text. A run of placeholders is one, with its length behind it; ids
+        of pictures (`engines.shown`) are placeholders, too."""
         if not self.placeholder_ids:
             return str(self.tokenizer.decode(token_ids))
+        placeholder_id = min(self.placeholder_ids)
+        token_ids = [placeholder_id if token < 0 else token for token in token_ids]
         texts = []
         start = 0
         while start < len(token_ids):
@@ -125,6 +128,6 @@ def sees_nothing(path: str) -> ConfigError:
     """Return the error of a run with pictures whose model is for text alone."""
     return ConfigError(
         f"{KEY}: expected a model that understands pictures, because prompts of the data have "
-        f"some, got the text model '{path}'; use one of {FAMILIES}, or train on the texts alone "
-        f"with {COLUMN_KEY}= (empty)"
+        f"some, or rollout.takes_pictures is true, got the text model '{path}'; use one of "
+        f"{FAMILIES}, or train on the texts alone with {COLUMN_KEY}= (empty)"
     )

@@ -488,6 +488,14 @@ def ring_layout(spec: RunSpec, placement: Placement) -> RingLayout:
     if spec.episodes is not None and spec.episodes.agent is not None:
         nodes_per_completion = 2 * MAX_BRANCHES  # each branch may cut what it continues in two
     has_own_prompt = spec.data.teacher_prompt is not None
+    max_picture_bytes = 0
+    max_shown = 0
+    if spec.model.has_pictures:
+        max_picture_bytes = spec.data.options.max_image_bytes
+        max_shown = limits.max_prompt_length  # a picture has one token at least
+    if spec.model.has_pictures and spec.shows_pictures_in_episodes:
+        max_picture_bytes *= 1 + spec.schedule.num_generations
+        max_shown += spec.schedule.num_generations * limits.max_completion_length
     return RingLayout(
         num_slots=spec.schedule.ring_slots,
         num_generations=spec.schedule.num_generations,
@@ -497,7 +505,8 @@ def ring_layout(spec: RunSpec, placement: Placement) -> RingLayout:
         num_groups=spec.schedule.prompts_per_iteration,
         max_teacher_prompt_length=limits.max_prompt_length if has_own_prompt else 0,
         nodes_per_completion=nodes_per_completion,
-        max_picture_bytes=spec.data.options.max_image_bytes if spec.model.has_pictures else 0,
+        max_picture_bytes=max_picture_bytes,
+        max_shown=max_shown,
     )
 
 

@@ -110,7 +110,7 @@ def check_run(
     )
     prompts = datasets.open_prompts(spec.data)
     spec = spec.with_pictures(prompts.has_pictures)
-    if prompts.has_pictures:
+    if spec.model.has_pictures:
         model = measure_model(spec.model)  # with its tower
         checks.add(spec=spec)
     example = prompts.prompt(0)
@@ -119,7 +119,7 @@ def check_run(
     checks.add(example=example, interfaces=interfaces, prompts=prompts)
 
     placement = resolve_placement(spec)  # imports torch where it must look for accelerators
-    placement = choose_split(config, placement, model.size, has_pictures=prompts.has_pictures)
+    placement = choose_split(config, placement, model.size, has_pictures=spec.model.has_pictures)
     checks.add(placement=placement, has_compiler=devices.has_c_compiler())
 
     tokenizer_path = "" if source is None else source.tokenizer
@@ -194,7 +194,7 @@ def _find_held_out(config: Config, spec: RunSpec, prompts: PromptStream) -> Held
     except ConfigError as error:
         text = str(error).replace("data.dataset (--dataset)", "eval.dataset")
         raise type(error)(text) from None
-    if other.model.has_pictures and not prompts.has_pictures:
+    if other.model.has_pictures and not spec.model.has_pictures:
         raise ConfigError(
             "eval.dataset: expected problems without pictures, as the prompts of data.dataset are "
             "(the model is trained without its part for them), got some in "
@@ -355,7 +355,7 @@ class _Planner:
         self.about_prompts = [*about_run, about_rate]
         try:
             prompts = datasets.open_prompts(spec.data)
-            if prompts.has_pictures:
+            if prompts.has_pictures or spec.shows_pictures_in_episodes:
                 spec = self._use_pictures()
             example = prompts.prompt(0)
             held_out = _find_held_out(self._config, spec, prompts)

@@ -151,6 +151,8 @@ def episodes_of(config: Config, rewards: RewardSpec) -> EpisodeSpec:
         ignores_sampling=rollout.agent_sampling == "ignore",
         keeps_history=rollout.agent_history == "kept",
         tool_format=rollout.tool_format,
+        shows_pictures=rollout.takes_pictures,
+        max_image_bytes=config.data.max_image_bytes,
         chat_template_kwargs=config.data.chat_template_kwargs,
         max_turns=rollout.max_turns,
         limits=_limits(config),

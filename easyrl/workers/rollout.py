@@ -31,6 +31,7 @@ from easyrl.engines.base import Engine, GroupRequest
 from easyrl.engines.embedded import EmbeddedEngine
 from easyrl.engines.generate import GenerateEngine
 from easyrl.engines.sampling import SamplingSettings
+from easyrl.engines.shown import with_placeholders
 from easyrl.environments.base import Episodes
 from easyrl.environments.episodes import EnvironmentEpisodes
 from easyrl.environments.pool import EnvironmentPool
@@ -49,7 +50,7 @@ from easyrl.types import (
     GroupKey,
     IndexedPrompt,
     Int32,
-    Picture,
+    PlacedPictures,
     Prompt,
     RolloutGroup,
     as_text,
@@ -73,7 +74,7 @@ class _Group:
     known_checksum: int | None  # of the group as a dead worker reported it; None: none did
     # Set once the group is generated and is being scored:
     prompt_ids: Sequence[int] = ()
-    pictures: tuple[Picture, ...] = ()  # as the engine got them
+    pictures: Sequence[PlacedPictures] = ()  # in the prompt and the completions
     completions: Sequence[Completion] = ()  # [G]
     text: str = ""  # of the prompt, with the first episode's observation
     texts: Sequence[str] = ()  # of its completions; of episodes, the conversations
@@ -88,6 +89,15 @@ class _Outgoing:
 
     group: RolloutGroup
     report: events.GroupScored | None  # None: it has been sent
+
+
+class _GroupFiles(NamedTuple):
+    """The image files of a group, and the places where they are shown, as in `RolloutGroup`."""
+
+    files: list[bytes]
+    numbers: list[int]
+    starts: list[int]
+    stops: list[int]
 
 
 class _Judged(NamedTuple):
@@ -375,8 +385,11 @@ class RolloutWorker:
             self._drop_known(key, group, completions)
             return
         group.prompt_ids = request.prompt_ids
+        # They are forgotten when the group is.
+        group.pictures = self.engine.shown.placed(request.prompt_ids, completions)
         if request.media is not None:
-            group.pictures = request.media.pictures
+            of_row = PlacedPictures(request.media.pictures, 0, len(request.prompt_ids))
+            group.pictures = [of_row, *group.pictures]
         group.completions = completions
         group.text = as_text(texts.prompt)
         group.texts = [as_text(answer) for answer in texts.answers]
@@ -478,16 +491,19 @@ class RolloutWorker:
         scored = rewards if options.has_rewards else np.zeros_like(rewards)
         tree = group_tree(len(own.prompt_ids), completions)
         lengths = [len(each.token_ids) for each in completions]
-        files = self._image_files(own)
+        pictures = self._files_of(own)
+        placeholder_id = min(self.renderer.placeholder_ids, default=0)
+        prompt_ids = np.array(own.prompt_ids, dtype=np.int32)
+        completion_ids = np.concatenate([each.token_ids for each in completions])
         return RolloutGroup(
             iteration=iteration,
             policy_version=self.policy_version,
             group_index=own.index,
             prompt_index=own.prompt.index,
-            prompt_ids=np.array(own.prompt_ids, dtype=np.int32),
+            prompt_ids=with_placeholders(prompt_ids, placeholder_id),
             teacher_prompt_ids=self._teacher_prompt_ids(own.prompt),
             completion_lengths=np.array(lengths, dtype=np.int32),
-            completion_ids=np.concatenate([each.token_ids for each in completions]),
+            completion_ids=with_placeholders(completion_ids, placeholder_id),
             rollout_logprobs=np.concatenate([each.logprobs for each in completions]),
             loss_mask=np.concatenate([each.is_sampled for each in completions]),
             rewards=rewards,
@@ -495,21 +511,33 @@ class RolloutWorker:
             truncated=np.array([each.finish_reason == "length" for each in completions]),
             node_lengths=tree.lengths.astype(np.int32),
             node_parents=tree.parents.astype(np.int32),
-            picture_bytes=np.frombuffer(b"".join(files), dtype=np.uint8),
-            picture_lengths=np.array([len(file) for file in files], dtype=np.int32),
+            picture_bytes=np.frombuffer(b"".join(pictures.files), dtype=np.uint8),
+            picture_lengths=np.array(list(map(len, pictures.files)), dtype=np.int32),
+            shown_files=np.array(pictures.numbers, dtype=np.int32),
+            shown_starts=np.array(pictures.starts, dtype=np.int32),
+            shown_stops=np.array(pictures.stops, dtype=np.int32),
         )
 
-    def _image_files(self, own: _Group) -> list[bytes]:
-        """Return the files of a prompt's pictures. Raises ConfigError if a slot has no room for
-        them."""
-        files = [picture.data for picture in own.pictures]
-        num_bytes = sum(map(len, files))
+    def _files_of(self, own: _Group) -> "_GroupFiles":
+        """Return the image files of a group, each once. Raises ConfigError if those of a row are
+        larger than a slot has room for. (What an episode shows was counted when it came.)"""
+        num_bytes = sum(len(picture.data) for picture in own.prompt.pictures)
         if num_bytes > self.spec.max_image_bytes:
             raise ConfigError(
                 f"data.max_image_bytes: expected prompts with image files of at most "
                 f"{self.spec.max_image_bytes} bytes, got {num_bytes} in prompt {own.prompt.index}"
             )
-        return files
+        found = _GroupFiles([], [], [], [])
+        numbers = dict[str, int]()  # by digest
+        for placed in own.pictures:
+            for picture in placed.pictures:
+                number = numbers.setdefault(picture.digest, len(numbers))
+                if number == len(found.files):
+                    found.files.append(picture.data)
+                found.numbers.append(number)
+                found.starts.append(placed.start)
+                found.stops.append(placed.stop)
+        return found
 
     def _teacher_prompt_ids(self, prompt: Prompt) -> Int32:
         """Return the tokens of the teacher's own prompt; none if it has none. Raises ConfigError

@@ -8,10 +8,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from easyrl.data.chat import read_messages
-from easyrl.types import Messages
+from easyrl.data.chat import has_picture, read_messages
+from easyrl.data.pictures import PictureError, open_picture, read_data_address
+from easyrl.types import DIGEST, Messages, Picture, is_picture_part, picture_part
 
 MODEL = "policy"
 """Name of the model at the endpoint; requests may have any."""
@@ -75,7 +77,8 @@ class Request:
     """A request that was read, and the answer that its client waits for."""
 
     key: str  # of its episode
-    messages: Messages  # [] in a text completion
+    messages: Messages  # [] in a text completion; a picture is named by its digest
+    pictures: Mapping[str, Picture] = field(default_factory=dict)  # by digest
     prompt: str = ""  # of a text completion
     tools: list[dict[str, Any]] = field(default_factory=list)
     """Descriptions of functions, as chat templates take them."""
@@ -255,20 +258,41 @@ def _check_id(name: str, given: Any) -> None:
         raise ValueError(f"{name}: expected a text, got {given!r:.80}")
 
 
-def read_conversation(given: Any, field_name: str = "messages") -> Messages:
-    """Read chat messages of text. Raises ValueError for others, if the last one is an answer, and
-    for a tool's result whose call is in no message before it."""
+class Conversation(NamedTuple):
+    """Messages of a request, and the pictures that they show."""
+
+    messages: Messages
+    pictures: Mapping[str, Picture]  # by digest
+
+
+def read_conversation(
+    given: Any,
+    field_name: str = "messages",
+    *,
+    takes_pictures: bool = False,
+    known: Mapping[str, Picture] = MappingProxyType({}),
+) -> Conversation:
+    """Read chat messages. `takes_pictures`: they may show pictures, as `data:` addresses or, of an
+    earlier request, by their digests (`known`). Raises ValueError for others, if the last one is an
+    answer, and for a tool's result whose call is in no message before it."""
     prepared: list[Any] = []
     for number, message in enumerate(check_list(field_name, given)):
         if isinstance(message, dict):
-            _check_calls(f"{field_name}: message {number}", message)
+            name = f"{field_name}: message {number}"
+            _check_calls(name, message)
+            _check_pictures(name, message, takes_pictures=takes_pictures)
         is_empty_answer = (
             isinstance(message, dict)
             and message.get("role") == "assistant"
             and message.get("content") is None
         )
         prepared.append({**message, "content": ""} if is_empty_answer else message)
-    messages = read_messages(prepared, field_name)
+    messages = read_messages(prepared, field_name, takes_pictures=takes_pictures)
+    pictures: dict[str, Picture] = {}
+    for number, message in enumerate(messages):
+        if has_picture(message["content"]):
+            name = f"{field_name}: message {number}"
+            message["content"] = _name_pictures(name, message["content"], known, pictures)
     names: dict[Any, str] = {}  # of functions, by the ids of their calls
     waiting: list[str] = []  # names of the newest calls that have no result yet
     for number, message in enumerate(messages):
@@ -298,4 +322,50 @@ def read_conversation(given: Any, field_name: str = "messages") -> Messages:
             f"{field_name}: expected one of a user, a tool or the system at the end, got one of "
             f"{last_role!r:.80}"
         )
-    return messages
+    return Conversation(messages, pictures)
+
+
+def _check_pictures(name: str, message: dict[str, Any], *, takes_pictures: bool) -> None:
+    """Raise ValueError for pictures where none may be."""
+    content = message.get("content")
+    if not has_picture(content):
+        return
+    if not takes_pictures:
+        raise ValueError(
+            f"{name}: expected text, because requests may show pictures only in a run with "
+            f"rollout.takes_pictures=true, got {content!r:.80}"
+        )
+    if message.get("role") == "assistant":
+        raise ValueError(f"{name}: expected no picture in an answer, got {content!r:.80}")
+
+
+def _name_pictures(
+    name: str, content: Any, known: Mapping[str, Picture], pictures: dict[str, Picture]
+) -> list[dict[str, Any]]:
+    """Return the parts of a content with digests in the places of pictures, which are added to
+    `pictures`. Raises ValueError for a part that has no picture."""
+    parts: list[dict[str, Any]] = []
+    for part in content:
+        if not is_picture_part(part):
+            parts.append(part)
+            continue
+        try:
+            picture = known.get(part.get(DIGEST)) or _read_picture(part.get("url"))
+        except PictureError as error:
+            raise ValueError(f"{name}: {error}") from None
+        pictures[picture.digest] = picture
+        parts.append(picture_part(picture))
+    return parts
+
+
+def _read_picture(address: Any) -> Picture:
+    """Return the picture of a `data:` address, which can be opened. Raises PictureError. Files and
+    addresses on the web are not opened for an agent."""
+    if not isinstance(address, str) or not address.startswith("data:"):
+        raise PictureError(
+            "expected a picture as data:image/png;base64,… in the request, because none is "
+            f"downloaded, got {address!r:.80}"
+        )
+    picture = read_data_address(address)
+    open_picture(picture)
+    return picture

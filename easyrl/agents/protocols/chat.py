@@ -55,9 +55,13 @@ class ChatCompletions(Protocol):
         tools = _read_tools(body.get("tools"))
         reads_calls = _read_tool_choice(body.get("tool_choice"), tools, notes)
         check_mapping("stream_options", body.get("stream_options"))
+        conversation = read_conversation(
+            body.get("messages"), takes_pictures=self._rules.takes_pictures
+        )
         return Request(
             key,
-            read_conversation(body.get("messages")),
+            conversation.messages,
+            conversation.pictures,
             tools=tools,
             reads_calls=reads_calls,
             num_choices=_num_choices(body),

@@ -76,6 +76,7 @@ class FieldRules:
     def __init__(self, spec: EpisodeSpec, of_engine: SamplingChoice) -> None:
         """`of_engine`: its sampling; requests may also name that of training."""
         self._replaces_sampling = spec.ignores_sampling
+        self.takes_pictures = spec.shows_pictures
         stop = list(spec.stop)
         one_stop = [stop, *stop] if len(stop) == 1 else [stop]  # it may be given without a list
         self._template_variables = dict(spec.chat_template_kwargs)

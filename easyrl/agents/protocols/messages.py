@@ -70,9 +70,11 @@ class AnthropicMessages(Protocol):
         elif not self._counts_only:
             raise ValueError("max_tokens: expected a whole number from 1, got none")
         check_mapping("thinking", body.get("thinking"))
+        conversation = read_conversation(messages, takes_pictures=self._rules.takes_pictures)
         return Request(
             key,
-            read_conversation(messages),
+            conversation.messages,
+            conversation.pictures,
             tools=tools,
             reads_calls=reads_calls,
             max_tokens=max_tokens,
@@ -211,6 +213,8 @@ def _chat_messages(number: int, message: dict[str, Any]) -> Messages:
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "thinking":
             thought += str(block.get("thinking") or "")
+        elif kind == "image":
+            texts.append(_picture(block))
         elif kind == "document":
             texts.append({"type": "text", "text": _text_of_document(block)})
         elif kind != "redacted_thinking":
@@ -237,11 +241,26 @@ def _text_of_document(block: dict[str, Any]) -> str:
     return str(source["data"])
 
 
+def _is_picture(block: Any) -> bool:
+    return isinstance(block, dict) and block.get("type") == "image"
+
+
+def _picture(block: dict[str, Any]) -> dict[str, Any]:
+    """Return a picture as a part of a chat message. `read_conversation` refuses what is none."""
+    source = check_mapping("messages: image: source", block.get("source"))
+    address = source.get("url")
+    if source.get("type") == "base64":
+        address = f"data:{source.get('media_type')};base64,{source.get('data')}"
+    return {"type": "image", "url": address}
+
+
 def _result(block: dict[str, Any]) -> dict[str, Any]:
     """Return the result of a tool as a chat message."""
     content = block.get("content")
     if content is None:
         content = ""
+    if isinstance(content, list):
+        content = [_picture(part) if _is_picture(part) else part for part in content]
     return {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content}
 
 

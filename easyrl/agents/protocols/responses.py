@@ -9,6 +9,7 @@ from easyrl.agents.protocols.base import (
     Answer,
     ApiError,
     Choice,
+    Conversation,
     Protocol,
     Request,
     check_count,
@@ -27,7 +28,7 @@ from easyrl.agents.protocols.fields import (
     FieldRules,
     output_form,
 )
-from easyrl.types import Messages
+from easyrl.types import Messages, Picture
 
 READ = {
     "input",
@@ -51,6 +52,7 @@ class _Stored:
 
     caller: str  # the key of its client
     conversation: Messages  # up to its answer, without the instructions
+    pictures: Mapping[str, Picture]  # that it shows, by digest
     items: list[dict[str, Any]]  # of its output
 
 
@@ -67,7 +69,8 @@ class Responses(Protocol):
         instructions = body.get("instructions")
         if instructions:
             messages.append({"role": "system", "content": instructions})
-        messages += self._earlier(key, body.get("previous_response_id"))
+        earlier = self._earlier(key, body.get("previous_response_id"))
+        messages += earlier.messages
         messages += _messages_of(self._resolved(key, body.get("input")))
         text = check_mapping("text", body.get("text"))
         form = output_form("text.format", text.get("format"))
@@ -78,9 +81,16 @@ class Responses(Protocol):
         max_tokens = body.get("max_output_tokens")
         if max_tokens is not None:
             check_count("max_output_tokens", max_tokens)
+        conversation = read_conversation(
+            messages,
+            "input",
+            takes_pictures=self._rules.takes_pictures,
+            known=earlier.pictures,
+        )
         return Request(
             key,
-            read_conversation(messages, "input"),
+            conversation.messages,
+            conversation.pictures,
             tools=tools,
             reads_calls=reads_calls,
             max_tokens=max_tokens,
@@ -88,16 +98,17 @@ class Responses(Protocol):
             notes=notes,
         )
 
-    def _earlier(self, key: str, previous: Any) -> Messages:
-        """Return the conversation that a response has ended, [] for none. Raises ApiError."""
+    def _earlier(self, key: str, previous: Any) -> Conversation:
+        """Return the conversation that a response has ended, an empty one for none. Raises
+        ApiError."""
         if previous is None:
-            return []
+            return Conversation([], {})
         stored = self._stored.get(previous) if isinstance(previous, str) else None
         if stored is None or stored.caller != key:
             text = f"expected the id of a stored response of this episode, got {previous!r:.80}"
             name = "previous_response_id"
             raise ApiError(f"{name}: {text}", "previous_response_not_found", 404)
-        return list(stored.conversation)
+        return Conversation(list(stored.conversation), stored.pictures)
 
     def _resolved(self, key: str, given: Any) -> Any:
         """Return the input of a request with the stored items in the place of references to them.
@@ -192,7 +203,9 @@ class Responses(Protocol):
         message: dict[str, Any] = {"role": "assistant", "content": choice.text}
         if choice.calls:
             message["tool_calls"] = [call.as_chat() for call in choice.calls]
-        self._stored[response_id] = _Stored(request.caller, [*messages, message], items)
+        self._stored[response_id] = _Stored(
+            request.caller, [*messages, message], request.pictures, items
+        )
         if len(self._stored) > MAX_KEPT:
             oldest = next(iter(self._stored))
             self._stored.pop(oldest, None)

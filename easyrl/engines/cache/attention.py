@@ -73,7 +73,7 @@ class StepLayout:
         that it continues, from the root on, then NONE), those of the highest length class first;
         `resumed` [m]: the state of the rows behind the active ones that have `num_new` [m] tokens
         to process; `continuing`, `behind_prefixes`, `prompts`: nodes whose tokens are to be stored;
-        `spans`: of the step's tokens, all in its prompts."""
+        `spans`: of the step's tokens."""
         self._cache = cache
         self._num_attended = 0  # layers with attention that have run
         self._prompts = prompts
@@ -93,10 +93,14 @@ class StepLayout:
             first = self._first_of_prompts
             self._first_of_prompts = first + part.number
             self._parts.append((part, slice(first, self._first_of_prompts)))
+        num_tokens = self._first_of_prompts + sum(map(len, prompts))
+        if spans is not None:
+            for part, new in self._parts:
+                part.add_spans(spans.within(new.start, new.stop), device)
         self._packed: SdpaAttention | None = None
         if prompts:
             tree = TokenTree.of_sequences([len(node) for node in prompts])
-            of_prompts = None if spans is None else spans.behind(self._first_of_prompts)
+            of_prompts = None if spans is None else spans.within(self._first_of_prompts, num_tokens)
             self._packed = SdpaAttention(tree, device, of_prompts)
         self._states: StepStates | None = None
         if cache.states is not None:
@@ -130,7 +134,8 @@ class StepLayout:
         num_heads = key.shape[1]
         outputs = []
         for part, new in self._parts:
-            output = part.attend(query[new], num_heads, layer, settings, sinks)
+            rows = Rows(query[new], key[new], value[new])
+            output = part.attend(rows, num_heads, layer, settings, sinks)
             outputs.append(output)
         if self._packed is not None:
             output = self._packed.attend_sequences(
@@ -178,6 +183,13 @@ class NewTokens:
         self._levels = levels
         self._nodes = cache.keys_values.nodes  # by layer
         self._stored_in = cache.keys_values.rows if are_in_rows else self._nodes
+        self._of_spans: SdpaAttention | None = None
+
+    def add_spans(self, spans: Spans | None, device: torch.device) -> None:
+        """Let these runs of the tokens see each other in both directions."""
+        if spans is not None:
+            tree = TokenTree.of_sequences([self.number])
+            self._of_spans = SdpaAttention(tree, device, spans)
 
     def store(self, key: Tensor, value: Tensor, layer: int) -> None:
         """2 x [T, Hkv, D]"""
@@ -187,18 +199,23 @@ class NewTokens:
 
     def attend(
         self,
-        query: Tensor,
+        new: Rows,
         num_heads: int,
         layer: int,
         settings: LayerSettings,
         sinks: Tensor | None,
     ) -> Tensor:
-        """[T, Hq, D] -> [T, Hq, D], with Hkv key/value heads. `layer`: see `stores`."""
+        """Return the outputs [T, Hq, D] for new queries [T, Hq, D], whose keys and values are 2 x
+        [T, Hkv, D]. `layer`: see `stores`."""
+        query = new.query
         # Query heads that share a key head take the dimension of query positions: no key is copied.
         num_tokens, _, head_size = query.shape
         grouped = query.reshape(num_tokens, num_heads, -1, head_size)  # [T, Hkv, Q, D]
         stored = self._stored_in[layer]
         attended = self._own.attend(grouped, stored, settings)
+        if self._of_spans is not None:
+            rows = Rows(grouped, new.key.unsqueeze(2), new.value.unsqueeze(2))
+            self._of_spans.merge_others(rows, settings, attended.output, attended.logsumexp)
         nodes = self._nodes[layer]
         for level in self._levels:
             is_last = level is self._levels[-1] and sinks is None

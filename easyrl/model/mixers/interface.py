@@ -36,10 +36,14 @@ class Spans:
     places: tuple[tuple[int, int], ...]  # each one's first token, and the one behind its last
     only_sliding: bool  # whether only layers with a sliding window compute them so
 
-    def behind(self, first: int) -> "Spans":
-        """Return the spans with their places counted from token `first` on."""
-        places = tuple((start - first, stop - first) for start, stop in self.places)
-        return Spans(places, self.only_sliding)
+    def within(self, first: int, end: int) -> "Spans | None":
+        """Return the spans among tokens `first : end`, with their places counted from `first` on.
+        None: there are none."""
+        places = list[tuple[int, int]]()
+        for start, stop in self.places:
+            if first <= start and stop <= end:
+                places.append((start - first, stop - first))
+        return Spans(tuple(places), self.only_sliding) if places else None
 
 
 class Layout(Protocol):

@@ -206,6 +206,19 @@ class SdpaAttention:
             if stop - start > 1:
                 yield self._span_block(rows, start, stop)
 
+    def merge_others(
+        self, rows: Rows, settings: LayerSettings, output: Tensor, logsumexp: Tensor
+    ) -> None:
+        """Add these blocks to the attention of each node to itself, in place."""
+        for queries, _, block in self.other_blocks(rows, settings):
+            shared = attend_block(block, settings)
+            merge(
+                output[queries],
+                logsumexp[queries],
+                _to_tokens(shared.output),
+                _to_tokens(shared.logsumexp),
+            )
+
     def _span_block(self, rows: Rows, start: int, stop: int) -> _OtherBlock:
         """Return the block of a span's tokens with those behind them. (A window hides only what
         stands before a token.)"""
@@ -298,14 +311,7 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         rows = Rows(query, key, value)
         output, logsumexp = layout.attend_own(rows, settings)
-        for queries, _, block in layout.other_blocks(rows, settings):
-            shared = attend_block(block, settings)
-            merge(
-                output[queries],
-                logsumexp[queries],
-                _to_tokens(shared.output),
-                _to_tokens(shared.logsumexp),
-            )
+        layout.merge_others(rows, settings, output, logsumexp)
         if sinks is not None:
             merge_sinks(output, logsumexp, sinks)
         ctx.save_for_backward(query, key, value, sinks, output, logsumexp)

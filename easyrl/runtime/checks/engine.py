@@ -104,13 +104,13 @@ def check_lengths(spec: RunSpec, lengths_section: str, model: MeasuredModel) -> 
 def check_pictures(spec: RunSpec, prompts: PromptStream) -> Sequence[str]:
     """Raise ConfigError for settings that do not go together with pictures; warn of one that has no
     effect without them."""
-    if not prompts.has_pictures:
+    if not prompts.has_pictures and not spec.shows_pictures_in_episodes:
         if spec.model.vision == "trained":
             return ["warning: model.vision=trained has no effect: no prompt shows a picture"]
         return ()
     if spec.optimizer.compile:
         raise ConfigError(
-            "train.compile: expected false, because prompts have pictures, with which layers are "
+            "train.compile: expected false, because there are pictures, with which layers are "
             "not compiled yet, got true"
         )
     return ()

@@ -47,15 +47,15 @@ def short_problems(
 
 
 def check_pictures(spec: RunSpec, prompts: PromptStream, model: MeasuredModel) -> None:
-    """Raise ConfigError if prompts have pictures which the model, or an agent, cannot be shown."""
-    if not prompts.has_pictures:
+    """Raise ConfigError if there are pictures which the model, or an agent, cannot be shown."""
+    if not prompts.has_pictures and not spec.shows_pictures_in_episodes:
         return
     if not model.files.config.get("vision_config"):
         raise sees_nothing(spec.model.path)
-    if spec.rewards.acts == "agent":
+    if spec.rewards.acts == "agent" and not spec.shows_pictures_in_episodes:
         raise ConfigError(
-            "rollout.agent: expected data without pictures, because requests of agents cannot show "
-            "any, got a data set with pictures; data.image_column= (empty) leaves them out"
+            "rollout.takes_pictures: expected true, so that requests of the agent may show the "
+            "pictures of the data set, got false; data.image_column= (empty) leaves them out"
         )
 
 

@@ -1,0 +1,358 @@
+"""Pictures that environments answer with, and that agents show in their requests."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from easyrl.agents.program import fill_in
+from easyrl.agents.protocols.base import read_conversation
+from easyrl.config import Config, ConfigError
+from easyrl.data.pictures import PictureError, data_address, read_picture, size_of
+from easyrl.engines.shown import NUM_IDS, ShownPictures
+from easyrl.environments.host import EnvironmentHost
+from easyrl.environments.pictures import EpisodePictures, ShownFiles, with_addresses
+from easyrl.environments.tool_calls.calls import ToolCall
+from easyrl.model.prompt_renderer import PromptRenderer
+from easyrl.runtime.resolve import resolve
+from easyrl.types import BrokenInvariant, Picture, picture_part
+from runs import ALL_SAMPLES, both_schedules, finish, lines_of, succeed, summary_of
+from vision_processors import (
+    FAMILIES,
+    NEEDS_TORCHVISION,
+    processor_folder,
+    write_model_with_processor,
+)
+
+SIZES = ((70, 50), (40, 90), (130, 60))  # widths and heights
+SETTINGS = (
+    *("--no-live", "runtime.deterministic=true", "data.num_held_out=0", "data.chat=true"),
+    *("train.prompts_per_iteration=2", "rollout.num_generations=2", "--iterations", "2"),
+    *("rollout.max_completion_length=150", "data.max_prompt_length=60", "rollout.max_turns=16"),
+    *("train.learning_rate=0.01", "rollout.takes_pictures=true", ALL_SAMPLES),
+)
+STOPS = 'rollout.stop=["0","1","2","3","4","5","6","7","8","9"]'  # random models end no answer
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    found = []
+    for number, (width, height) in enumerate(SIZES):
+        pixels = np.random.default_rng(number).integers(0, 256, (height, width, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number}.png")
+        found.append(read_picture(folder / f"{number}.png"))
+    return found
+
+
+def has_torchvision():
+    try:
+        import torchvision  # noqa: F401
+    except (ImportError, RuntimeError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_with_ids_of_pictures_are_those_of_the_processor(tmp_path, files, family):
+    if family in NEEDS_TORCHVISION and not has_torchvision():
+        pytest.skip("its processor needs torchvision")
+    model = processor_folder(tmp_path / "model", family)
+    spec = resolve(Config(model={"path": str(model)})).with_pictures(True)
+    renderer = PromptRenderer.of(spec.model)
+    shown = ShownPictures()
+    pictures = EpisodePictures(renderer.processor, renderer.tokenizer, shown)
+    for file in files:
+        pictures.add(file, "group")
+    parts = [{"type": "text", "text": "See "}, picture_part(files[0]), picture_part(files[1])]
+    parts += [{"type": "text", "text": " and\n"}, picture_part(files[0])]
+    messages = [{"role": "system", "content": "Look."}, {"role": "user", "content": parts}]
+    ids = pictures.prompt_ids(messages, {})
+    plain = [{"type": "image"} if "digest" in part else part for part in parts]
+    own = [files[0], files[1], files[0]]
+    expected = renderer.render([messages[0], {"role": "user", "content": plain}], own)
+    placeholder = min(renderer.placeholder_ids)
+    assert [placeholder if token < 0 else token for token in ids] == expected.token_ids
+    found = shown.find(ids)
+    assert [each.picture for each in found] == own
+    for each in found:
+        span = expected.token_ids[each.start : each.stop]
+        assert span[0] == span[-1] == placeholder
+        num_own = renderer.processor.written(size_of(each.picture)).num_placeholders
+        assert span.count(placeholder) == num_own > 0
+    with pytest.raises(BrokenInvariant):
+        shown.find(ids[: found[0].start + 1])
+    with pytest.raises(ConfigError, match="in no text"):
+        text = renderer.tokenizer.convert_ids_to_tokens(placeholder)
+        pictures.prompt_ids([{"role": "user", "content": text}], {})
+
+
+def test_pictures_are_known_until_their_owners_are_forgotten(monkeypatch):
+    shown = ShownPictures()
+    one, other = Picture(b"one"), Picture(b"other")
+    known = shown.add(one, 2, "a")
+    assert shown.add(one, 2, "b") is known and -NUM_IDS <= known.picture_id < 0
+    shown.forget("a")
+    assert shown.find([known.picture_id] * 2)[0].picture == one
+    shown.forget("b")
+    with pytest.raises(KeyError):
+        shown.find([known.picture_id] * 2)
+    monkeypatch.setattr("easyrl.engines.shown.NUM_IDS", 1)  # all files have the same number
+    monkeypatch.setattr(Picture, "digest", property(lambda picture: picture.data.hex()))
+    first = shown.add(one, 1, "a")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("easyrl.engines.shown.NUM_IDS", 2)
+        assert shown.add(other, 1, "a").picture_id != first.picture_id
+
+
+# -- environments ----------------------------------------------------------------------------------
+
+
+def host_of(**rollout):
+    config = Config(
+        rollout={"environment": "guess", **rollout}, reward={"functions": ["exact_match"]}
+    )
+    return EnvironmentHost(resolve(config).episodes)
+
+
+def called(host, tool):
+    """What a tool's answer becomes."""
+    episode = SimpleNamespace(tools={"look": tool}, environment=None, random_states=None)
+    host._groups["key"] = {0: episode}
+    return host.act("key", 0, [ToolCall("look", {}, "")]).messages[0]["content"]
+
+
+def test_a_tool_answers_with_pictures_in_any_form(tmp_path, files):
+    host = host_of(takes_pictures=True)
+    path = tmp_path / "a.png"
+    path.write_bytes(files[0].data)
+    address = {"type": "image", "url": data_address(files[0])}
+    image = {"type": "image", "path": str(path)}
+    assert called(host, lambda: image) == [address]
+    assert called(host, lambda: {"type": "image", "url": address["url"]}) == [address]
+    assert called(host, lambda: {"type": "image", "bytes": files[0].data}) == [address]
+    (pixels,) = called(host, lambda: Image.open(path))
+    assert size_of(read_picture(pixels["url"])) == size_of(files[0])
+    text = {"type": "text", "text": "that"}
+    assert called(host, lambda: ["this", image, text]) == [
+        {"type": "text", "text": "this"},
+        address,
+        text,
+    ]
+    assert called(host, lambda: [1, 2]) == "[1, 2]"
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ({"type": "image", "url": "https://a.org/b.png"}, "not downloaded"),
+        ({"type": "image", "url": "data:image/png;base64,?"}, "base64"),
+        ({"type": "image", "bytes": b"no picture"}, "image file"),
+        ({"type": "image", "path": "/nowhere.png"}, "nowhere"),
+        ({"type": "image"}, "image, path or url"),
+    ],
+)
+def test_a_tool_that_answers_with_no_picture_is_named(answer, reason):
+    with pytest.raises(TypeError, match=rf"tool 'look': .*{reason}"):
+        called(host_of(takes_pictures=True), lambda: answer)
+    with pytest.raises(TypeError, match=r"tool 'look': .*rollout\.takes_pictures"):
+        called(host_of(), lambda: [answer])
+    assert called(host_of(), lambda: answer) == str(answer)  # it may be about something else
+
+
+def test_an_episode_shows_files_that_the_ring_has_room_for(files):
+    shown = ShownFiles(len(files[0].data) + len(files[1].data))
+    shown.add([files[0], files[1], files[0]])
+    shown.add([files[1]])
+    with pytest.raises(PictureError, match=r"data\.max_image_bytes"):
+        shown.add([files[2]])
+
+
+def test_a_setting_without_episodes_is_refused():
+    with pytest.raises(ValueError, match=r"rollout\.takes_pictures"):
+        Config(rollout={"takes_pictures": True})
+
+
+# -- requests of agents ----------------------------------------------------------------------------
+
+
+def request_of(url):
+    part = {"type": "image_url", "image_url": {"url": url}}
+    return [{"role": "user", "content": [{"type": "text", "text": "See"}, part]}]
+
+
+def test_requests_name_pictures_by_their_files(files):
+    given = request_of(data_address(files[0]))
+    messages, pictures = read_conversation(given, takes_pictures=True)
+    assert messages[0]["content"][1] == picture_part(files[0])
+    assert pictures == {files[0].digest: files[0]}
+    again = read_conversation(messages, takes_pictures=True, known=pictures)
+    assert again == (messages, pictures)
+    with pytest.raises(ValueError, match=r"message 0: .*data:image"):
+        read_conversation(messages, takes_pictures=True)  # a digest that is not known
+    prompt = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}]
+    sent = with_addresses(prompt, [files[1]])
+    assert read_conversation(sent, takes_pictures=True).pictures == {files[1].digest: files[1]}
+
+
+def test_a_command_gets_the_addresses_of_pictures(files):
+    row = {"image": files[0], "images": [files[0], files[1]], "number": 5}
+    words = fill_in(["ask", "{image}", "{images}", "{number}"], row)
+    addresses = [data_address(files[0]), data_address(files[1])]
+    assert words == ["ask", addresses[0], json.dumps(addresses), "5"]
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("https://a.org/b.png", "downloaded"),
+        ("/etc/passwd", "downloaded"),
+        ("data:image/png;base64,?", "base64"),
+        ("data:image/png;base64,AAAA", "image file"),
+        (None, "data:image"),
+    ],
+)
+def test_what_is_no_picture_in_a_request_is_refused(url, reason):
+    with pytest.raises(ValueError, match=f"message 0: .*{reason}"):
+        read_conversation(request_of(url), takes_pictures=True)
+    answer = [{**request_of(url)[0], "role": "assistant"}, {"role": "user", "content": "?"}]
+    with pytest.raises(ValueError, match="in an answer"):
+        read_conversation(answer, takes_pictures=True)
+
+
+# -- whole runs ------------------------------------------------------------------------------------
+
+GALLERY = """
+import pathlib
+FOLDER = pathlib.Path(__file__).parent
+
+
+class Gallery:
+    def reset(self, seed):
+        self.number = seed % 3
+        self.turn = 0
+        self.length = 0
+
+    def step(self, text) -> tuple[str | list, bool]:
+        self.turn += 1
+        self.length = len(text)
+        self.number = (self.number + 1) % 3
+        image = {"type": "image", "path": str(FOLDER / f"{self.number}.png")}
+        if self.turn == 2:
+            return "And now? " * 2, False
+        return [{"type": "text", "text": "What is it?"}, image], self.turn == 4
+
+    def get_reward(self):
+        return self.turn + self.length / 7
+"""
+AGENT = """
+import base64
+import json
+import pathlib
+import urllib.request
+
+FOLDER = pathlib.Path(__file__).parent
+
+
+def data(number):
+    return base64.b64encode((FOLDER / f"{number}.png").read_bytes()).decode()
+
+
+def solve(row, base_url, api_key):
+    def ask(path, **body):
+        headers = {"authorization": f"Bearer {api_key}", "content-type": "application/json"}
+        sent = json.dumps(body).encode()
+        request = urllib.request.Request(f"{base_url}/{path}", sent, headers)
+        with urllib.request.urlopen(request) as answer:
+            return json.loads(answer.read())
+
+    def chat(messages):
+        answer = ask("chat/completions", messages=messages, max_tokens=6)
+        return answer["choices"][0]["message"]
+
+    def see(text, *numbers):
+        parts = [{"type": "text", "text": text}]
+        for number in numbers:
+            url = {"url": f"data:image/png;base64,{data(number)}"}
+            parts.append({"type": "image_url", "image_url": url})
+        return {"role": "user", "content": parts}
+
+    assert row["image"].width > 0
+    first = row["prompt"]  # with the picture of the row
+    assert first[-1]["content"][0]["type"] == "image_url"
+    messages = [*first, chat(first), see("And this?", 1)]
+    messages += [chat(messages), see("These?", 2, 1)]
+    messages += [chat(messages)]
+    total = sum(map(ord, messages[-1]["content"])) % 17
+    chat([*messages[:-2], see("These?", 0, 1)])  # a branch with another picture
+    chat([see("New.", 2)])  # a conversation of its own
+    block = {"type": "base64", "media_type": "image/png", "data": data(0)}
+    content = [{"type": "image", "source": block}, {"type": "text", "text": "What?"}]
+    said = [{"role": "user", "content": content}]
+    ask("messages", messages=said, max_tokens=5)
+    shown = {"type": "input_image", "image_url": f"data:image/png;base64,{data(1)}"}
+    item = {"role": "user", "content": [shown, {"type": "input_text", "text": "What?"}]}
+    before = ask("responses", input=[item], max_output_tokens=5)
+    more = [{"role": "user", "content": [shown]}]
+    ask("responses", input=more, previous_response_id=before["id"], max_output_tokens=5)
+    return total / 10
+"""
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """A folder with models, pictures, rows with a picture, and what acts on them."""
+    folder = tmp_path_factory.mktemp("inputs")
+    for family in ("qwen2_5_vl", "llava", "gemma3"):
+        write_model_with_processor(folder / family, family, max_position_embeddings=512)
+    for number, (width, height) in enumerate(SIZES):
+        pixels = np.random.default_rng(number).integers(0, 256, (height, width, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number}.png")
+    rows = [{"prompt": f"Is it {number}?", "image": f"{number}.png"} for number in range(3)]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "texts.jsonl").write_text('{"prompt": "Look."}\n{"prompt": "See."}')
+    (folder / "gallery.py").write_text(GALLERY)
+    (folder / "agent.py").write_text(AGENT)
+    return folder
+
+
+def words_for(inputs, family, what, rows):
+    places = ("--model", str(inputs / family), "--dataset", str(inputs / rows))
+    if what == "agent":
+        longer = "rollout.max_completion_length=400"
+        return (*places, "--agent", f"{inputs / 'agent.py'}:solve", *SETTINGS, longer, STOPS)
+    return (*places, f"rollout.environment={inputs / 'gallery.py'}:Gallery", *SETTINGS, STOPS)
+
+
+def largest_gap(run):
+    name = "sampling/sampling_logp_difference/max"
+    found = [metrics[name] for metrics in lines_of(run / "metrics.jsonl")]
+    return max(gap for gap in found if gap is not None)  # None: no rollout had a gradient
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava", "gemma3"])
+@pytest.mark.parametrize(
+    ("what", "rows"), [("game", "texts.jsonl"), ("game", "rows.jsonl"), ("agent", "rows.jsonl")]
+)
+def test_engine_and_trainer_agree_on_pictures_of_episodes(inputs, tmp_path, family, what, rows):
+    run = tmp_path / "run"
+    succeed(*words_for(inputs, family, what, rows), "--output", str(run))
+    assert summary_of(run)["policy_version"] == 2
+    assert largest_gap(run) <= 1e-4
+    samples = lines_of(run / "samples.jsonl")
+    shown = json.dumps([sample["messages"] for sample in samples])
+    assert shown.count('"digest"') >= 2 * len(samples)
+    assert "base64" not in shown
+
+
+@pytest.mark.parametrize("what", ["game", "agent"])
+def test_both_schedules_of_episodes_with_pictures_end_in_the_same_bits(inputs, tmp_path, what):
+    both_schedules(tmp_path, *words_for(inputs, "qwen2_5_vl", what, "rows.jsonl"))
+
+
+def test_a_model_of_text_shows_no_pictures(inputs, tmp_path):
+    words = words_for(inputs, "qwen2_5_vl", "game", "texts.jsonl")
+    code, _, error = finish(*words, "--model", "tiny", "--output", str(tmp_path / "run"))
+    assert code != 0 and "model.path" in error and "takes_pictures" in error
