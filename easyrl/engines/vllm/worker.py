@@ -236,11 +236,11 @@ class WorkerExtension:
             logits = compute(*arguments, **more)
             if logits is None:  # not rank 0
                 return None
-            logits = logits.float().div_(divisor)
+            scaled: Tensor = logits.float().div_(divisor)
             for token in banned:
-                if token < logits.shape[-1]:
-                    logits[..., token] = -torch.inf
-            return logits
+                if token < scaled.shape[-1]:
+                    scaled[..., token] = -torch.inf
+            return scaled
 
         model.compute_logits = changed
 
