@@ -31,6 +31,7 @@ TEXT = {
     "qwen2_5_vl": HEADS | {"rope_parameters": ROTARY},
     "qwen3_vl": HEADS | {"rope_parameters": ROTARY | {"mrope_interleaved": True}},
 }
+CASES = ["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.long)]
 LONGER = replace(SAMPLING, max_prompt_length=160, max_completion_length=16)
 CAP = 56 * 56  # pixels
 
@@ -84,7 +85,7 @@ def check(trained, requests):
     return [token for _, group in groups for each in group for token in each.token_ids.tolist()]
 
 
-@pytest.mark.parametrize("family", TEXT)
+@pytest.mark.parametrize("family", CASES)
 def test_a_frozen_tower_encodes_a_picture_once(tmp_path, family, monkeypatch):
     folder = model_folder(tmp_path / "model", family, monkeypatch)
     trained = Trained(folder, tmp_path, LONGER, has_pictures=True)
@@ -113,7 +114,7 @@ def test_a_frozen_tower_encodes_a_picture_once(tmp_path, family, monkeypatch):
         trained.engine.close()
 
 
-@pytest.mark.parametrize("family", TEXT)
+@pytest.mark.parametrize("family", CASES)
 def test_a_trained_tower_is_updated(tmp_path, family, monkeypatch):
     folder = model_folder(tmp_path / "model", family, monkeypatch)
     changes = {"has_pictures": True, "vision": "trained", "max_image_pixels": CAP}
