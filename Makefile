@@ -30,6 +30,9 @@ NEWEST_VENV := .venv-newest
 # gigabytes of CUDA packages.
 TORCH_LINKS ?= https://download.pytorch.org/whl/cpu/torch/
 BIN := $(VENV)/bin
+TORCHVISION := 0.28.0  # of the torch that vLLM's CPU build installs
+WITH_TORCHVISION := PYTHONPATH=tests/torchvision_operators:$(VLLM_VENV)/torchvision \
+  $(VLLM_VENV)/bin/python
 # Two test files run at a time, since most of them wait for processes; in the order of their names,
 # since the slowest have few tests and would come last. A process of tests that dies ends the run:
 # pytest-xdist 3.8 would replace it, and could wait for ever afterwards (its issues 1323 and 1327).
@@ -81,12 +84,21 @@ $(VLLM_VENV)/installed: pyproject.toml constraints.txt
 	@$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
-test-vllm: $(VLLM_VENV)/installed
+# For pictures vLLM needs torchvision, whose builds on the package index are for CUDA's torch. A part
+# of the tests can import one of these (tests/torchvision_operators).
+$(VLLM_VENV)/torchvision: $(VLLM_VENV)/installed
+	@$(VLLM_VENV)/bin/python $(INSTALL) --no-deps --target $@ torchvision==$(TORCHVISION)
+	@touch $@
+
+test-vllm: $(VLLM_VENV)/installed $(VLLM_VENV)/torchvision
 	$(VLLM_VENV)/bin/python -m pytest tests/test_vllm*.py -m 'vllm and not long' --durations=5
+	$(WITH_TORCHVISION) -m pytest tests/test_vllm_pictures.py -m 'vllm and not long' --durations=5
 	$(VLLM_VENV)/bin/python -m pytest tests/test_ray.py -m long -k 'with_and_without_ray and plain-engines'
 
-test-vllm-long: $(VLLM_VENV)/installed
+test-vllm-long: $(VLLM_VENV)/installed $(VLLM_VENV)/torchvision
 	$(VLLM_VENV)/bin/python -m pytest tests/test_vllm*.py -m 'vllm and long' --durations=5
+	$(WITH_TORCHVISION) -m pytest tests/test_vllm.py -m 'vllm and long' -k multimodal
+	$(WITH_TORCHVISION) -m pytest tests/test_vllm_pictures.py -m 'vllm and long' --durations=5
 
 test-long: $(VENV)/real-installed
 	$(BIN)/python -m pytest -m 'long and not gpu_compile and not pretended and not real and not agents'

@@ -121,6 +121,9 @@ class PromptMedia:
     arrays: Mapping[str, np.ndarray]
     """What the checkpoint's processor makes of the pictures beside token ids, by the names of the
     model's arguments (`pixel_values`, `image_grid_thw`, ...), for this prompt alone."""
+    short_ids: tuple[int, ...] = ()
+    """The prompt's tokens with one placeholder for each picture: what an engine gets that runs a
+    processor of its own."""
 
 
 @dataclass(frozen=True, slots=True)

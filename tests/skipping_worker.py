@@ -1,4 +1,5 @@
-"""An extension of vLLM's workers that can leave out weights which it acknowledges: for tests."""
+"""An extension of vLLM's workers that can leave out weights which it acknowledges, and counts the
+pictures that are encoded: for tests."""
 
 from easyrl.engines.vllm import worker as vllm_worker
 from easyrl.engines.vllm.worker import BucketTransfer
@@ -25,3 +26,19 @@ class WorkerExtension(vllm_worker.WorkerExtension):
     def easyrl_skip(self, parts):
         """Acknowledge weights with one of these in their name from now on, without loading them."""
         SKIPPED[:] = parts
+
+    def easyrl_count_pictures(self):
+        """Count the pictures that the tower encodes from now on."""
+        model = self.weight_transfer_engine.model
+        encode = model.embed_multimodal
+        self.num_encoded = 0
+
+        def counted(**arguments):
+            encoded = encode(**arguments)
+            self.num_encoded += len(encoded)
+            return encoded
+
+        model.embed_multimodal = counted
+
+    def easyrl_num_encoded(self):
+        return self.num_encoded

@@ -1,6 +1,7 @@
 """Cores, devices and memory of a machine, and each worker's part of them."""
 
 import os
+import re
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from easyrl import devices, processes
 from easyrl.config import ConfigError, load_config
 from easyrl.config.devices import count_devices, parse_device_set
+from easyrl.engines.vllm import platforms
 from easyrl.runtime.placement import (
     EngineChoice,
     choose_engine,
@@ -145,6 +147,31 @@ def test_where_vllm_cannot_be_used_auto_gives_the_reason_and_vllm_is_refused(
     if reason:
         with pytest.raises(ConfigError, match=rf"^rollout.engine: .*{reason}"):
             engine_for(of("rollout.engine=vllm", *words), GPUS, accelerator=kind)
+
+
+@pytest.mark.parametrize(
+    ("picture_type", "reason"),
+    [
+        ("qwen3_vl", "torchvision: pip install torchvision"),
+        ("gemma3", r"pictures, .* qwen2_5_vl, .* not for 'gemma3'"),
+    ],
+)
+def test_where_vllm_cannot_be_shown_pictures_auto_gives_the_reason(
+    install, monkeypatch, picture_type, reason
+):
+    install("0.32.0")
+    monkeypatch.setattr(platforms, "find_spec", lambda name: None)
+    options = {"picture_type": picture_type}
+    chosen = engine_for(of(), GPUS, **options)
+    assert chosen.name == "embedded" and re.search(reason, chosen.reason)
+    with pytest.raises(ConfigError, match=rf"^rollout\.engine: .*{reason}"):
+        engine_for(of("rollout.engine=vllm"), GPUS, **options)
+    monkeypatch.setattr(platforms, "find_spec", lambda name: "installed")
+    expected = "vllm" if picture_type == "qwen3_vl" else "embedded"
+    assert engine_for(of(), GPUS, **options).name == expected
+    in_episodes = engine_for(of(), GPUS, has_episodes=True, **options)
+    assert in_episodes.name == "embedded"
+    assert "no pictures of environments, tools or agents" in in_episodes.reason
 
 
 def test_tensor_parallel_engines_take_their_devices_in_turn(install, monkeypatch):

@@ -14,7 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from easyrl.channels import BUCKET_BYTES
 from easyrl.channels.weights import WeightChannel, WeightEndpoint
 from easyrl.config import ConfigError
-from easyrl.config.model import ModelConfig
+from easyrl.config.model import LoraConfig
+from easyrl.config.spec import ModelSpec
 from easyrl.data.chat import render_prompt
 from easyrl.data.hub import resolve_model
 from easyrl.devices import LOOPBACK, network_environment
@@ -22,7 +23,8 @@ from easyrl.engines.base import GroupRequest, SamplingSettings
 from easyrl.engines.vllm.platforms import environment
 from easyrl.layout.tree import TokenTree
 from easyrl.model.inputs import ModelInputs
-from easyrl.model.loading import load_policy
+from easyrl.model.loading import load_policy, picture_input
+from easyrl.types import RowPictures
 from multimodal_models import FAMILIES, multimodal_folder
 from real_models import real_model
 from tiny_models import untied_model
@@ -43,15 +45,31 @@ PROMPTS = [[5, 6, 7, 8, 9] * 3, [20, 21, 22], [30] * 40]
 WHOLE = replace(SAMPLING, top_k=1000)  # excludes nothing
 
 
+def spec_of(model, **changes):
+    return ModelSpec(
+        path=str(model),
+        dtype="float32",
+        trust_remote_code=False,
+        attention="auto",
+        lora=LoraConfig(),
+        chat_template=None,
+        **changes,
+    )
+
+
 class Trained:
-    def __init__(self, model, folder, sampling=SAMPLING, timeout_seconds=TIMEOUT_SECONDS):
+    def __init__(
+        self, model, folder, sampling=SAMPLING, timeout_seconds=TIMEOUT_SECONDS, **changes
+    ):
+        """`changes`: of `ModelSpec`."""
         from easyrl.engines.vllm import engine
 
         engine.EXTENSION = "skipping_worker.WorkerExtension"
-        self.policy = load_policy(resolve_model(model))
+        spec = spec_of(model, **changes)
+        self.policy = load_policy(resolve_model(model), pictures=picture_input(spec))
         self.tokenizer = AutoTokenizer.from_pretrained(resolve_model(model))
         self.version = -1
-        self.engine = engine.VllmEngine(ModelConfig(path=model), sampling, device="cpu", **SIZE)
+        self.engine = engine.VllmEngine(spec, sampling, device="cpu", **SIZE)
         self.store = str(folder / "store")
         self.timeout_seconds = timeout_seconds
         self.generation = -1
@@ -85,7 +103,14 @@ class Trained:
     def change(self, alpha=0.02):
         with torch.no_grad():
             for weight in self.policy.model.parameters():
+                if not weight.requires_grad:  # of a frozen tower
+                    continue
                 weight.add_(torch.randn_like(weight), alpha=alpha)
+
+    def answers(self, requests):
+        for request in requests:
+            self.engine.submit(request)
+        return all_groups(self.engine)
 
     def generate(self, sampling=None):
         """Groups of PROMPTS; `sampling`: instead of the engine's."""
@@ -111,7 +136,11 @@ class Trained:
                 tokens, num_prompt = completion.token_ids.tolist(), len(request.prompt_ids)
                 ids = torch.tensor([*request.prompt_ids, *tokens])
                 at = torch.arange(num_prompt - 1, len(ids) - 1)
-                row = ModelInputs.of_row(ids, TokenTree.of_sequences([len(ids)]), at)
+                tree = TokenTree.of_sequences([len(ids)])
+                shown = ()
+                if request.media is not None and request.media.pictures:
+                    shown = (RowPictures(request.media.pictures, 0, num_prompt, len(ids)),)
+                row = ModelInputs.of_row(ids, tree, at, pictures=shown)
                 with torch.no_grad():
                     logits = self.policy.forward(row)
                 whole = torch.log_softmax(logits.float() / TEMPERATURE, dim=-1)
@@ -355,7 +384,7 @@ def test_unsupported_model_is_refused(tmp_path):
     config = AutoConfig.for_model("openai-gpt", vocab_size=99, n_embd=32, n_layer=1, n_head=2)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"^model.path: .*rollout.engine=embedded"):
-        VllmEngine(ModelConfig(path=str(tmp_path)), SAMPLING, device="cpu", **SIZE)
+        VllmEngine(spec_of(tmp_path), SAMPLING, device="cpu", **SIZE)
 
 
 @pytest.mark.parametrize("kind", ["Value error", "Assertion failed"])

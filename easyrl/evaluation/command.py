@@ -113,7 +113,7 @@ def check_evaluation(config: Config, base: str | None = None) -> Plan:
     trained_datasets = _trained_datasets(config)
     checks.add(example=example, prompts=stream, trained_datasets=trained_datasets)
     prompts = short_problems(with_base, problems, interfaces, source.tokenizer)
-    placement = place_evaluation(spec, len(prompts), sampling.num_samples)
+    placement = place_evaluation(with_base, len(prompts), sampling.num_samples)
     checks.add(placement=placement, has_compiler=devices.has_c_compiler())
     fitted = _fit_memory(spec, placement, model.size, sampling.num_samples)
     checks.add(parts=fitted.parts)

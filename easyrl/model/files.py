@@ -202,7 +202,7 @@ class ModelSize:
     num_weights: int
     num_trained: int | None  # elements of LoRA's adapters; None: all weights are trained
     stored_dtype: str = "float32"
-    is_in_vllm: bool = True  # under the same names
+    is_in_vllm: bool = True  # under the same names, and with the pictures of a run that has some
     state_elements: int = 0  # of a sequence's states, in all layers that have one
     num_frozen_weights: int = 0  # of a tower that is loaded and not trained, beside `num_weights`
 

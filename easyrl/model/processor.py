@@ -95,7 +95,8 @@ class Processor:
         """Return the model's arguments for the pictures of one prompt, by their names. Raises
         PictureError for one that cannot be opened."""
         text = self._processor.image_token * len(pictures)
-        return dict(self._process(text, pictures).media.arrays)
+        _, arrays = self._process(text, pictures)
+        return arrays
 
     def render(
         self,
@@ -113,7 +114,9 @@ class Processor:
         cannot be opened; and whatever a template raises.
         """
         text = self._as_text(messages, len(pictures), variables or {}, chat_template)
-        return self._process(text, pictures)
+        token_ids, arrays = self._process(text, pictures)
+        media = PromptMedia(tuple(pictures), arrays, tuple(self._tokens_of(text)))
+        return Rendered(token_ids, media)
 
     def length(
         self,
@@ -124,7 +127,8 @@ class Processor:
     ) -> int:
         """Return the number of tokens of a prompt with pictures of these sizes, without computing
         on pixels. Raises as `render`."""
-        ids = self.short_ids(messages, len(sizes), variables, chat_template)
+        text = self._as_text(messages, len(sizes), variables or {}, chat_template)
+        ids = self._tokens_of(text)
         return len(ids) + sum(self.num_tokens(size) - 1 for size in sizes)
 
     def num_tokens(self, size: PictureSize) -> int:
@@ -163,18 +167,9 @@ class Processor:
             ids[place] = picture_id
         return ids
 
-    def short_ids(
-        self,
-        messages: Messages,
-        num_pictures: int,
-        variables: Mapping[str, Any] | None = None,
-        chat_template: str | None = None,
-    ) -> list[int]:
-        """Return the tokens of a prompt with one placeholder for every picture: what an engine gets
-        that runs a processor of its own. Raises as `render`."""
-        text = self._as_text(messages, num_pictures, variables or {}, chat_template)
-        options = self._text_options(text)
-        ids: list[int] = self._tokenizer(text, **options)["input_ids"]
+    def _tokens_of(self, text: str) -> list[int]:
+        """Return the tokens of a rendered chat, with one placeholder for each picture."""
+        ids: list[int] = self._tokenizer(text, **self._text_options(text))["input_ids"]
         return ids
 
     def _as_text(
@@ -226,7 +221,10 @@ class Processor:
             adds_special_tokens = False
         return {"add_special_tokens": adds_special_tokens}
 
-    def _process(self, text: str, pictures: Sequence[Picture]) -> Rendered:
+    def _process(
+        self, text: str, pictures: Sequence[Picture]
+    ) -> tuple[list[int], dict[str, np.ndarray]]:
+        """Return a rendered chat's tokens, and the model's arguments for its pictures."""
         import torch
 
         images = [open_picture(picture) for picture in pictures]
@@ -241,7 +239,7 @@ class Processor:
             if name not in OF_TEXT:
                 tensor = value if isinstance(value, torch.Tensor) else torch.stack(list(value))
                 arrays[name] = tensor.numpy()
-        return Rendered(found["input_ids"][0].tolist(), PromptMedia(tuple(pictures), arrays))
+        return found["input_ids"][0].tolist(), arrays
 
     def _written(self, size: PictureSize) -> Written:
         ids = self._ids_of_size(size)

@@ -1,6 +1,6 @@
 """Choose settings with which a run fits the memory, by `runtime.memory_estimate`."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -81,13 +81,20 @@ def use_memory(config: Config, placement: Placement, size: ModelSize | None) -> 
     return config
 
 
-def propose_changes(config: Config, placement: Placement, size: ModelSize) -> Changes | None:
+def propose_changes(
+    config: Config, placement: Placement, size: ModelSize, *, has_pictures: bool = False
+) -> Changes | None:
     """Return changes of settings with which the run fits; None if there are none. What is trained
-    stays the same, except for rounding: lengths, batches and LoRA are the user's choice."""
+    stays the same, except for rounding: lengths, batches and LoRA are the user's choice.
+    `has_pictures`: prompts have some."""
+
+    def is_enough(changes: Changes) -> bool:
+        return _is_enough(config, placement, size, changes, has_pictures=has_pictures)
+
     savings = _savings(config, placement)
     for changes in _candidates(config, placement, size, savings):
-        if _is_enough(config, placement, size, changes):
-            return _without_needless(config, placement, size, savings, changes)
+        if is_enough(changes):
+            return _without_needless(savings, changes, is_enough)
     return None
 
 
@@ -129,23 +136,29 @@ def _without(changes: Changes, key: str) -> Changes:
     return {name: value for name, value in changes.items() if name != key}
 
 
-def _is_enough(config: Config, placement: Placement, size: ModelSize, changes: Changes) -> bool:
+def _is_enough(
+    config: Config,
+    placement: Placement,
+    size: ModelSize,
+    changes: Changes,
+    *,
+    has_pictures: bool,
+) -> bool:
     """Return whether the run fits with these changes, also of devices and engine."""
     try:
         changed = change_config(config, changes)
-        spec = resolve(changed)
-        split = choose_split(changed, resolve_placement(spec, placement.assumed), size)
+        spec = resolve(changed).with_pictures(has_pictures)
+        split = resolve_placement(spec, placement.assumed)
+        split = choose_split(changed, split, size, has_pictures=has_pictures)
         return fits(spec, split, size)
     except ValueError:  # these do not go together
         return False
 
 
 def _without_needless(
-    config: Config,
-    placement: Placement,
-    size: ModelSize,
     savings: Mapping[str, Sequence[Any]],
     changes: Changes,
+    is_enough: Callable[[Changes], bool],
 ) -> Changes:
     """Take savings back that are not needed, or not in full, the least welcome first."""
     for key in reversed([*savings]):
@@ -154,7 +167,7 @@ def _without_needless(
         for value in savings[key]:
             weaker.append({**rest, key: value})
         for candidate in weaker:
-            if _is_enough(config, placement, size, candidate):
+            if is_enough(candidate):
                 changes = candidate
                 break
     return changes

@@ -13,8 +13,9 @@ from easyrl.config import ConfigError
 from easyrl.config.devices import DeviceSet
 from easyrl.config.model import DType
 from easyrl.config.rollout import EMBEDDED, MAX_BRANCHES, VLLM, EngineName
-from easyrl.config.spec import EngineSpec, RunSpec
-from easyrl.engines.vllm.platforms import unsupported_reason
+from easyrl.config.spec import EngineSpec, ModelSpec, RunSpec
+from easyrl.engines.vllm.platforms import unseen_reason, unsupported_reason
+from easyrl.model.files import load_model_config
 from easyrl.processes import num_cores, split_cores
 
 ROWS_OF_EVALUATION = 128  # sequences in flight per engine in an evaluation
@@ -301,7 +302,8 @@ def _place(
         infer,
         accelerator=kind,
         is_planned=is_planned,
-        has_pictures=spec.model.has_pictures,
+        picture_type=_picture_type(spec.model),
+        has_episodes=spec.episodes is not None,
     )
 
     num_engines = infer.count // engine.tensor_parallel_size
@@ -454,19 +456,23 @@ def choose_engine(
     *,
     accelerator: str = "",
     is_planned: bool = False,
-    has_pictures: bool = False,
+    picture_type: str | None = None,
+    has_episodes: bool = False,
 ) -> EngineChoice:
     """Choose the engine for devices `infer`, in torch of the kind `accelerator` if not the CPU.
-    `is_planned`: vLLM need not be installed; `has_pictures`: prompts have some. Raises ConfigError
-    for an engine that cannot run."""
+    `is_planned`: vLLM need not be installed; `picture_type`: that of a model whose prompts have
+    pictures; `has_episodes`: there are environments, tools or agents. Raises ConfigError for an
+    engine that cannot run."""
     wanted = spec.name
     size = spec.tensor_parallel_size
     kind = "cpu" if infer.kind == "cpu" else accelerator
     reason = unsupported_reason(kind, dtype)
     if is_planned and wanted == VLLM:
         reason = None
-    if has_pictures:
-        reason = "prompts have pictures, which EasyRL does not give to vLLM yet"
+    if reason is None and picture_type is not None:
+        reason = unseen_reason(picture_type, is_planned=is_planned)
+        if has_episodes:
+            reason = "EasyRL gives vLLM no pictures of environments, tools or agents"
     if spec.is_deterministic and not (kind == "cpu" and size == 1):
         reason = "runtime.deterministic=true needs it, except on CPUs without tensor parallelism"
     if wanted == VLLM and reason is not None:
@@ -479,6 +485,14 @@ def choose_engine(
         raise ConfigError(f"rollout.tensor_parallel_size: expected {expected}, got {size}")
     why = (reason or "it is installed") if wanted == "auto" else ""
     return EngineChoice(VLLM if is_vllm else EMBEDDED, why, size)
+
+
+def _picture_type(model: ModelSpec) -> str | None:
+    """Return the type of a model whose prompts have pictures; None for other runs."""
+    if not model.has_pictures:
+        return None
+    config = load_model_config(model.path, trust_remote_code=model.trust_remote_code)
+    return str(config.model_type)
 
 
 def ring_layout(spec: RunSpec, placement: Placement) -> RingLayout:

@@ -147,7 +147,7 @@ def check_run(
     try:
         checks.add(parts=parts)
     except ConfigError as error:
-        raise ConfigError(f"{error}{_what_fits(config, placement, model.size)}") from None
+        raise ConfigError(f"{error}{_what_fits(spec, config, placement, model.size)}") from None
 
     identity = _identity(spec, prompts, problems)
     if resume is not None:
@@ -217,11 +217,12 @@ def _without_held_out(config: Config) -> Sequence[str]:
     return ()
 
 
-def _what_fits(config: Config, placement: Placement, size: ModelSize | None) -> str:
+def _what_fits(spec: RunSpec, config: Config, placement: Placement, size: ModelSize | None) -> str:
     """Name settings with which a run that is refused for its memory fits, as text to append."""
     if placement.accelerator == "cpu" or placement.is_ray or size is None:
         return ""
-    changes = propose_changes(config, placement, size)
+    has_pictures = spec.model.has_pictures
+    changes = propose_changes(config, placement, size, has_pictures=has_pictures)
     if changes is None:
         return "; nothing that was tried fits"
     words = to_arguments(change_config(config, changes), config)
@@ -413,7 +414,11 @@ class _Planner:
         """Return settings with which the run fits; empty if it does, or if none can be proposed."""
         if self._size is None or not self._is_tight or self.placement.accelerator == "cpu":
             return {}
-        return propose_changes(self._config, self.placement, self._size)
+        return self._propose(self._config, self.placement, self._size)
+
+    def _propose(self, config: Config, placement: Placement, size: ModelSize) -> Changes | None:
+        has_pictures = self._spec.model.has_pictures
+        return propose_changes(config, placement, size, has_pictures=has_pictures)
 
     def describe_start(self) -> str:
         """Say that the run would start, and how full the fullest memory would be."""
@@ -440,11 +445,12 @@ class _Planner:
             return LoraTrial(None, others)
         try:
             config = change_config(self._config, {LORA_KEY: LORA_RANK})
-            size = measure_model(resolve(config).model, is_whole=False).size
+            spec = resolve(config).with_pictures(self._spec.model.has_pictures)
+            size = measure_model(spec.model, is_whole=False).size
         except ConfigError as error:
             return LoraTrial(None, f"{others}; LoRA was not tried: {error}")
         assert size is not None
-        changes = propose_changes(config, self.placement, size)
+        changes = self._propose(config, self.placement, size)
         if changes is None:
             return LoraTrial(None, f"{others}; LoRA ({LORA_KEY}) does not fit either")
         about = f"{others}, or LoRA ({LORA_KEY}), which fits by the same estimate:"
@@ -462,10 +468,11 @@ class _Planner:
                 continue
             more = replace(assumed, count=count)
             try:
-                placement = resolve_placement(resolve(config), more)
+                spec = resolve(config).with_pictures(self._spec.model.has_pictures)
+                placement = resolve_placement(spec, more)
             except ConfigError:
                 continue
-            if propose_changes(config, placement, self._size) is not None:
+            if self._propose(config, placement, self._size) is not None:
                 devices_text = f"{count}x{assumed.num_bytes / 2**30:g}GiB"
                 about = f"{count} such devices are enough, by the same estimate"
                 return [f"{about}: --assume {devices_text} names the settings"]

@@ -15,6 +15,10 @@ or top-p the model's logits are divided by the temperature first, and vLLM sampl
 
     no top-k, top-p    logits ─► / temperature ─► reported, sampled               processed_logprobs
     top-k or top-p     logits / temperature ─► reported ─► top-k, top-p ─► sampled      raw_logprobs
+
+A prompt with pictures goes to vLLM with one placeholder for each, and the images: vLLM's processor
+puts in as many as there are features, and encodes a picture once for its group. What it makes of a
+prompt must be the tokens that are trained.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import wait
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Literal
@@ -51,6 +56,7 @@ from easyrl.channels.weights import WeightEndpoint
 from easyrl.config import ConfigError
 from easyrl.config.spec import ModelSpec
 from easyrl.data.hub import loadable_model
+from easyrl.data.pictures import open_picture
 from easyrl.engines.base import Engine, FinishedGroup, GroupRequest, Turn
 from easyrl.engines.parameter_checksum import ChecksumVerifier, ParameterChecksum
 from easyrl.engines.sampling import SamplingSettings
@@ -64,6 +70,8 @@ from easyrl.engines.vllm.processes import Cleanup, cancel_file
 from easyrl.engines.vllm.sizes import cache_bytes
 from easyrl.model.files import load_eos_token_ids, load_model_config
 from easyrl.model.mixers import elements_of_states
+from easyrl.model.pictures import placeholders_of
+from easyrl.model.processor import load_processor
 from easyrl.model.text_part import whole_class
 from easyrl.processes import maybe_sleep
 from easyrl.types import Completion
@@ -74,8 +82,14 @@ GRACE_SECONDS = 3.0
 """Added to the bound of a weight update: the weight channel's own timeout has a better message."""
 SHUTDOWN_SECONDS = 1.0  # grace period for vLLM's processes; then they are killed
 EXTENSION = f"{WORKER}.WorkerExtension"
+NORMALIZE = "mm_device_do_normalize"
+"""vLLM 0.32's argument for scaling pixels in the model itself, by default on. It reads mean and
+deviation in the processor's file alone: where these are the defaults of the processor's class, it
+does not scale at all."""
+NO_OTHER_MEDIA = {"video": 0, "audio": 0}  # vLLM then needs no memory for them
 LEAST_FRACTION = 0.01  # vLLM wants this part free, and does not use it if the cache's size is given
 USE_EMBEDDED = "use rollout.engine=embedded"
+NUM_OPEN_PICTURES = 8  # that are kept open: sequences of a group follow each other
 
 
 @dataclass(slots=True, eq=False)
@@ -129,20 +143,20 @@ class VllmEngine(Engine):
         self._verifier = ChecksumVerifier()
         self._timeout_seconds = math.inf  # of a weight update
         self._engine: Any = None
+        self._model = model
+        self._open_picture = lru_cache(NUM_OPEN_PICTURES)(open_picture)
         self._log = EngineLog(log_file)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True, name="vllm").start()
+        kind, _, _ = device.partition(":")
         config = load_model_config(model.path, trust_remote_code=model.trust_remote_code)
-        tower_arguments: dict[str, Any] = {}
-        if whole_class(config, trust_remote_code=model.trust_remote_code) is not None:
-            tower_arguments["language_model_only"] = True  # towers get no updates
+        tower_arguments, banned = media_settings(model, config, sampling, kind)
         has_states = elements_of_states(config.get_text_config().to_dict()) > 0
         end_tokens = {*load_eos_token_ids(model.path, config)}
         if stop_at is not None:
             end_tokens.add(stop_at)
         self._parameters = sampling_parameters(sampling, end_tokens)
         self.end_tokens = sorted(end_tokens)
-        kind, _, _ = device.partition(":")
         num_rows = max_concurrent_groups * num_generations
         max_tokens = sampling.max_sequence_length
         executor = "OneProcessExecutor" if tensor_parallel_size == 1 else "ManyProcessesExecutor"
@@ -154,6 +168,7 @@ class VllmEngine(Engine):
             max_tokens,
             device=device,
             shared_part=memory_fraction if is_device_shared else None,
+            has_tower=model.has_pictures,
             trust_remote_code=model.trust_remote_code,
         )
         self._cleanup = Cleanup()
@@ -167,7 +182,7 @@ class VllmEngine(Engine):
                 max_num_seqs=num_rows,
                 generation_config="vllm",  # ignore the model's own sampling defaults
                 logprobs_mode=logprobs_mode,
-                skip_tokenizer_init=not sampling.stop,
+                skip_tokenizer_init=not (sampling.stop or model.has_pictures),
                 async_scheduling=False if is_deterministic else None,
                 enable_prefix_caching=can_cache_prefixes(kind, has_states=has_states),
                 kv_cache_memory_bytes=num_cache_bytes,
@@ -187,8 +202,11 @@ class VllmEngine(Engine):
         self._cleanup.stop_marking()
         if kind == devices.ASCEND:  # its sampler is created without `logprobs_mode`
             self._call_workers("easyrl_set_logprobs_mode", logprobs_mode)
-        if sampling.truncates:
-            self._call_workers("easyrl_scale_logits", sampling.temperature or 1.0)
+        if sampling.truncates or banned:
+            divisor = (sampling.temperature or 1.0) if sampling.truncates else 1.0
+            self._call_workers("easyrl_change_logits", divisor, sorted(banned))
+        if model.has_trained_tower:
+            self._call_workers("easyrl_update_tower")
 
     @property
     def has_work(self) -> bool:
@@ -264,8 +282,11 @@ class VllmEngine(Engine):
     async def _start_waiting(self) -> None:
         if self._is_deterministic:
             await self._engine.pause_generation(mode="keep", clear_cache=False)
-            # It would depend on earlier prompts, which a worker's replacement has not seen.
+            # It would depend on earlier prompts, which a worker's replacement has not seen. So
+            # would the pictures that are encoded together.
             await self._reset_prefix_cache(self.policy_version)
+            if self._model.has_pictures:
+                await self._engine.reset_encoder_cache()
         for request in self._waiting:
             first_tokens = request.first_tokens or [()] * request.num_generations
             limits = request.limits(self.sampling)
@@ -288,8 +309,8 @@ class VllmEngine(Engine):
                 max_tokens=min(each.limit - count, each.max_turn_tokens or each.limit),
                 seed=seed if self._is_deterministic else None,
             )
-            prompt = {"prompt_token_ids": [*request.prompt_ids, *each.token_ids]}
-            outputs = await self._engine.add_request("-".join(map(str, key)), prompt, parameters)
+            name = "-".join(map(str, key))
+            outputs = await self._engine.add_request(name, self._prompt_of(each), parameters)
             self._num_in_flight += 1
             task = asyncio.create_task(self._collect(each, outputs))
             self._tasks.add(task)
@@ -298,11 +319,25 @@ class VllmEngine(Engine):
         if self._is_deterministic:
             await self._engine.resume_generation()
 
+    def _prompt_of(self, sequence: _Sequence) -> dict[str, Any]:
+        """Return a request's prompt in vLLM's form."""
+        request = sequence.request
+        media = request.media
+        if media is None or not media.pictures:
+            return {"prompt_token_ids": [*request.prompt_ids, *sequence.token_ids]}
+        return {
+            "prompt_token_ids": [*media.short_ids, *sequence.token_ids],
+            "multi_modal_data": {"image": [self._open_picture(each) for each in media.pictures]},
+            # vLLM processes and encodes a picture once while it knows its name.
+            "multi_modal_uuids": {"image": [each.digest for each in media.pictures]},
+        }
+
     async def _collect(self, sequence: _Sequence, outputs: Any) -> None:
         """Put the sequence and what was sampled, or the exception, into the queue."""
         try:
             output = await outputs.get()  # the only one: RequestOutputKind.FINAL_ONLY
             (sampled,) = output.outputs
+            check_prompt(sequence.request, sequence.token_ids, output.prompt_token_ids)
             if hasattr(sampled, "weight_versions"):  # from vLLM 0.32 on: those of its tokens
                 versions = {span.version for span in sampled.weight_versions or ()}
             else:  # no update happens while a request is in flight, so this version sampled it
@@ -340,6 +375,8 @@ class VllmEngine(Engine):
         await engine.update_weights(update)
         await engine.finish_weight_update(weight_version=str(policy_version))
         await self._reset_prefix_cache(policy_version)
+        if self._model.has_trained_tower:
+            await engine.reset_encoder_cache()
         held = []
         for _, rows, unmatched in await self._results():
             if unmatched and self.policy_version < 0:
@@ -405,6 +442,47 @@ class VllmEngine(Engine):
 
 async def _make_engine(arguments: AsyncEngineArgs) -> AsyncLLM:
     return AsyncLLM.from_engine_args(arguments)
+
+
+def media_settings(
+    model: ModelSpec, config: Any, sampling: SamplingSettings, kind: str
+) -> tuple[dict[str, Any], set[int]]:
+    """Return vLLM's arguments for towers, and the tokens that stand for parts of pictures."""
+    if not model.has_pictures:
+        is_whole = whole_class(config, trust_remote_code=model.trust_remote_code) is None
+        return {} if is_whole else {"language_model_only": True}, set()
+    processor = load_processor(
+        model.path,
+        max_image_pixels=model.max_image_pixels,
+        trust_remote_code=model.trust_remote_code,
+    )
+    assert processor is not None, "checked before the run"
+    arguments: dict[str, Any] = {
+        # A picture has one token at least.
+        "limit_mm_per_prompt": {"image": sampling.max_prompt_length, **NO_OTHER_MEDIA},
+        "mm_processor_kwargs": processor.size_settings or None,
+        # It encodes the largest possible pictures, to measure what an accelerator needs.
+        "skip_mm_profiling": kind == "cpu",
+    }
+    if hasattr(AsyncEngineArgs, NORMALIZE):
+        arguments[NORMALIZE] = False
+    return arguments, placeholders_of(config) | processor.placeholder_ids
+
+
+def check_prompt(
+    request: GroupRequest, token_ids: Sequence[int], used: Sequence[int] | None
+) -> None:
+    """Raise ConfigError if vLLM used other tokens than the prompt's and those behind it. It puts in
+    the placeholders of pictures by itself."""
+    if request.media is None or not request.media.pictures:
+        return
+    expected = [*request.prompt_ids, *token_ids]
+    if list(used or ()) != expected:
+        raise ConfigError(
+            f"rollout.engine: expected embedded, because vLLM makes {len(used or ())} tokens of a "
+            f"prompt with pictures, or other ones, for which the model's processor makes "
+            f"{len(expected)}, got vllm"
+        )
 
 
 def sampling_parameters(sampling: SamplingSettings, end_tokens: set[int]) -> dict[str, Any]:

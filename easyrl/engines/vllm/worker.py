@@ -108,6 +108,7 @@ class BucketTransfer(WeightTransferEngine[TransferInitInfo, TransferUpdateInfo])
         """Raised in one of several ranks, it would leave vLLM's calls out of step."""
         self.held: list[ParameterChecksum] = []  # after an update
         self.unmatched: list[str] = []  # weights without a parameter, parameters without a weight
+        self.has_trained_tower = False  # updates are for its parameters, too
         self._sent: dict[str, ParameterChecksum] = {}  # by parameter
         self._sent_columns: Counter[str] = Counter()
 
@@ -144,7 +145,8 @@ class BucketTransfer(WeightTransferEngine[TransferInitInfo, TransferUpdateInfo])
             with set_current_vllm_config(self.vllm_config):
                 for name, weight in whole_weights(pieces, self.device):
                     parameters = self.load(name, weight)
-                    if not parameters:
+                    # vLLM leaves layers of a tower out whose output the text model does not get.
+                    if not parameters and not self.has_trained_tower:
                         self.unmatched.append(name)
                     for parameter in parameters:
                         sent = self._sent.setdefault(parameter, ParameterChecksum(parameter))
@@ -165,7 +167,9 @@ class BucketTransfer(WeightTransferEngine[TransferInitInfo, TransferUpdateInfo])
         if self.channel_error:  # some weights are old or missing until the update is repeated
             return
         parameters = dict(self.model.named_parameters())
-        expected = _language_parameters(self.model)
+        expected = list(parameters)
+        if not self.has_trained_tower:
+            expected = _language_parameters(self.model)
         self.unmatched += [name for name in expected if name not in self._sent]
         self.held = []
         for name, sent in self._sent.items():
@@ -180,12 +184,14 @@ class BucketTransfer(WeightTransferEngine[TransferInitInfo, TransferUpdateInfo])
         for module in self.model.modules():
             if not hasattr(module, "cpu_linear") or getattr(module, "weight", None) is None:
                 continue
+            name = names[module.weight]
+            if name not in self._sent:  # of a tower that gets no updates
+                continue
             if module.weight.numel():
                 # vLLM packs a head that is tied to the embedding only once.
                 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
                 dispatch_cpu_unquantized_gemm(module, remove_weight=False)
-            name = names[module.weight]
             packed = ParameterChecksum(
                 f"{name} (packed)",
                 is_matrix=True,
@@ -216,16 +222,27 @@ class WorkerExtension:
             assert hasattr(part, "logprobs_mode"), type(part)
             part.logprobs_mode = mode
 
-    def easyrl_scale_logits(self, temperature: float) -> None:
-        """Divide the model's logits by the temperature from now on (see `engine`)."""
+    def easyrl_update_tower(self) -> None:
+        """Expect weights of the tower, too, in each update from now on."""
+        self.weight_transfer_engine.has_trained_tower = True
+
+    def easyrl_change_logits(self, divisor: float, banned: list[int]) -> None:
+        """Divide the model's logits from now on (see `engine`), and give tokens that stand for
+        parts of pictures no probability, as the trainer does."""
         model = self.weight_transfer_engine.model
         compute = model.compute_logits
 
-        def scaled(*arguments: Any, **more: Any) -> Tensor | None:
+        def changed(*arguments: Any, **more: Any) -> Tensor | None:
             logits = compute(*arguments, **more)
-            return None if logits is None else logits.float().div_(temperature)  # None: not rank 0
+            if logits is None:  # not rank 0
+                return None
+            scaled: Tensor = logits.float().div_(divisor)
+            for token in banned:
+                if token < scaled.shape[-1]:
+                    scaled[..., token] = -torch.inf
+            return scaled
 
-        model.compute_logits = scaled
+        model.compute_logits = changed
 
 
 def whole_weights(

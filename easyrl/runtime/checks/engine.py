@@ -8,6 +8,7 @@ from easyrl.config import ConfigError
 from easyrl.config.spec import ModelSpec, RunSpec
 from easyrl.data.hub import describe_model
 from easyrl.data.streams import PromptStream
+from easyrl.engines.vllm.platforms import unseen_reason
 from easyrl.model.files import (
     NOTHING_KEPT,
     KeptSize,
@@ -64,8 +65,11 @@ def measure_model(spec: ModelSpec, *, is_whole: bool = True) -> MeasuredModel:
             num_trained = check_lora(spec.lora, spec.path, model)
             about_lora = describe_lora(spec.lora, spec.path, model)
     size = model_size(model_config, num_weights, num_trained)
-    if size is not None and spec.has_pictures and not spec.has_trained_tower:
-        size = replace(size, num_frozen_weights=files.kept.num_weights)
+    if size is not None and spec.has_pictures:
+        frozen = 0 if spec.has_trained_tower else files.kept.num_weights
+        can_show = unseen_reason(model_config["model_type"], is_planned=True) is None
+        in_vllm = size.is_in_vllm and can_show
+        size = replace(size, num_frozen_weights=frozen, is_in_vllm=in_vllm)
     return MeasuredModel(files, num_trained, size, about_lora)
 
 
