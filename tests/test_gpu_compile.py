@@ -1,5 +1,6 @@
-"""FlexAttention's kernels compile for NVIDIA cards, forward and backward, and fit their shared
-memory (`make test-gpu-compile`). No GPU is needed: see `gpu_compiler`."""
+"""FlexAttention's kernels compile for NVIDIA cards, forward and backward, fit their shared memory,
+and compute attention (`make test-gpu-compile`). No GPU is needed: see `gpu_compiler` and
+`gpu_interpreter`."""
 
 import json
 import os
@@ -41,6 +42,25 @@ def pairwise_cases():
     return chosen
 
 
+ROUNDING = 2**-8
+"""How far a bfloat16 number is from the one that it is rounded from, relative to it, at most."""
+BOUNDS = {  # of errors relative to norms. Sums are in float32, whose rounding is far smaller.
+    # The probabilities and the result are rounded.
+    "output": 2 * ROUNDING,
+    "gradient of value": 2 * ROUNDING,
+    # Also the output, from which a gradient's share that all scores of a query have in common is
+    # computed.
+    "gradient of query": 3 * ROUNDING,
+    "gradient of key": 3 * ROUNDING,
+    "gradient of sinks": 3 * ROUNDING,
+}
+ROWS = [  # row, window, whether the heads have sinks
+    ("group", 0, 0),
+    pytest.param("tree", 0, 0, marks=pytest.mark.long),
+    pytest.param("tree", 40, 1, marks=pytest.mark.long),
+]
+
+
 EVERY_PAIR = (pytest.param(case, marks=pytest.mark.long) for case in pairwise_cases())
 
 
@@ -54,3 +74,15 @@ def test_the_attention_of_a_packed_row_compiles(case):
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     names = " ".join(name for name, _ in json.loads(done.stdout))
     assert "flex_attention_0" in names and "backward" in names, names
+
+
+@pytest.mark.parametrize("row, window, has_sinks", ROWS)
+def test_the_kernels_of_a_packed_row_compute_its_attention(row, window, has_sinks):
+    script = Path(__file__).with_name("gpu_interpreter.py")
+    command = [sys.executable, str(script), row, str(window), str(has_sinks)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    errors = json.loads(done.stdout)
+    assert all(error <= BOUNDS[name] for name, error in errors.items()), errors
+    assert {"output", "gradient of query", "gradient of key", "gradient of value"} <= {*errors}
