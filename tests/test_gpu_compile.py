@@ -42,18 +42,11 @@ def pairwise_cases():
     return chosen
 
 
-ROUNDING = 2**-8
-"""How far a bfloat16 number is from the one that it is rounded from, relative to it, at most."""
-BOUNDS = {  # of errors relative to norms. Sums are in float32, whose rounding is far smaller.
-    # The probabilities and the result are rounded.
-    "output": 2 * ROUNDING,
-    "gradient of value": 2 * ROUNDING,
-    # Also the output, from which a gradient's share that all scores of a query have in common is
-    # computed.
-    "gradient of query": 3 * ROUNDING,
-    "gradient of key": 3 * ROUNDING,
-    "gradient of sinks": 3 * ROUNDING,
-}
+MAX_ERROR = 2**-8
+"""Of a result of a packed row in bfloat16, relative to its norm in float64. Inputs are the same.
+Rounding to bfloat16 changes random numbers by 0.17 % of their norm. A result is behind at most four
+such roundings (output, its gradient, gradients of scores, result), whose errors are independent:
+0.17 % times the square root of 4. Sums are in float32."""
 ROWS = [  # row, window, whether the heads have sinks
     ("group", 0, 0),
     pytest.param("tree", 0, 0, marks=pytest.mark.long),
@@ -84,5 +77,6 @@ def test_the_kernels_of_a_packed_row_compute_its_attention(row, window, has_sink
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     errors = json.loads(done.stdout)
-    assert all(error <= BOUNDS[name] for name, error in errors.items()), errors
-    assert {"output", "gradient of query", "gradient of key", "gradient of value"} <= {*errors}
+    num_inputs = 4 if has_sinks else 3
+    assert len(errors) == 1 + num_inputs  # of the output, and of each input's gradient
+    assert all(error <= MAX_ERROR for error in errors.values()), errors  # not of NaN either
