@@ -42,18 +42,6 @@ def pairwise_cases():
     return chosen
 
 
-MAX_ERROR = 2**-8
-"""Of a result of a packed row in bfloat16, relative to its norm in float64. Inputs are the same.
-Rounding to bfloat16 changes random numbers by 0.17 % of their norm. A result is behind at most four
-such roundings (output, its gradient, gradients of scores, result), whose errors are independent:
-0.17 % times the square root of 4. Sums are in float32."""
-ROWS = [  # row, window, whether the heads have sinks
-    ("group", 0, 0),
-    pytest.param("tree", 0, 0, marks=pytest.mark.long),
-    pytest.param("tree", 40, 1, marks=pytest.mark.long),
-]
-
-
 EVERY_PAIR = (pytest.param(case, marks=pytest.mark.long) for case in pairwise_cases())
 
 
@@ -67,6 +55,18 @@ def test_the_attention_of_a_packed_row_compiles(case):
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     names = " ".join(name for name, _ in json.loads(done.stdout))
     assert "flex_attention_0" in names and "backward" in names, names
+
+
+MAX_ERROR = 2**-8
+"""Of a result of a packed row in bfloat16, relative to its norm in float64. Inputs are the same.
+Rounding to bfloat16 changes random numbers by 0.17 % of their norm. A result is behind at most four
+such roundings (output, its gradient, gradients of scores, result), whose errors are independent:
+0.17 % times the square root of 4. Sums are in float32."""
+ROWS = [  # row, window, whether the heads have sinks
+    ("group", 0, 0),
+    pytest.param("tree", 0, 0, marks=pytest.mark.long),
+    pytest.param("tree", 40, 1, marks=pytest.mark.long),
+]
 
 
 @pytest.mark.parametrize("row, window, has_sinks", ROWS)
