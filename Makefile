@@ -10,7 +10,8 @@
 #                   torch at hand: 6 GB)
 # make test-agents  train programs of 13 agent libraries, each in its own environment; downloads 1 GB
 # make test-wheel   build the wheel, install it into an empty environment and run the demo there
-# make test-gpu-compile  compile the trainer's kernels for NVIDIA GPUs; no GPU is needed
+# make test-gpu-compile  compile the trainer's kernels for NVIDIA GPUs, and compute with them in
+#                   Triton's interpreter; no GPU is needed
 # make test-pretended    whole runs on a pretended accelerator; no accelerator is needed
 # make test-gpu     on a machine with NVIDIA GPUs: the GPU tests, figures in build/gpu-*.json, and
 #                   some of them beside the expected ones (docs/devices.md)

@@ -1,5 +1,6 @@
-"""FlexAttention's kernels compile for NVIDIA cards, forward and backward, and fit their shared
-memory (`make test-gpu-compile`). No GPU is needed: see `gpu_compiler`."""
+"""FlexAttention's kernels compile for NVIDIA cards, forward and backward, fit their shared memory,
+and compute attention (`make test-gpu-compile`). No GPU is needed: see `gpu_compiler` and
+`gpu_interpreter`."""
 
 import json
 import os
@@ -54,3 +55,28 @@ def test_the_attention_of_a_packed_row_compiles(case):
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     names = " ".join(name for name, _ in json.loads(done.stdout))
     assert "flex_attention_0" in names and "backward" in names, names
+
+
+MAX_ERROR = 2**-8
+"""Of a result of a packed row in bfloat16, relative to its norm in float64. Inputs are the same.
+Rounding to bfloat16 changes random numbers by 0.17 % of their norm. A result is behind at most four
+such roundings (output, its gradient, gradients of scores, result), whose errors are independent:
+0.17 % times the square root of 4. Sums are in float32."""
+ROWS = [  # row, window, whether the heads have sinks
+    ("group", 0, 0),
+    pytest.param("tree", 0, 0, marks=pytest.mark.long),
+    pytest.param("tree", 40, 1, marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize("row, window, has_sinks", ROWS)
+def test_the_kernels_of_a_packed_row_compute_its_attention(row, window, has_sinks):
+    script = Path(__file__).with_name("gpu_interpreter.py")
+    command = [sys.executable, str(script), row, str(window), str(has_sinks)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    errors = json.loads(done.stdout)
+    num_inputs = 4 if has_sinks else 3
+    assert len(errors) == 1 + num_inputs  # of the output, and of each input's gradient
+    assert all(error <= MAX_ERROR for error in errors.values()), errors  # not of NaN either
