@@ -305,17 +305,17 @@ def read_conversation(
         if message["role"] != "tool":
             continue
         call_id = message.get("tool_call_id")
-        name = names.get(call_id)
-        if name is None and waiting and (call_id is None or None in names):  # ids were left out
-            name = waiting[0]
-        if name is None:
+        function = names.get(call_id)
+        if function is None and waiting and (call_id is None or None in names):  # ids were left out
+            function = waiting[0]
+        if function is None:
             raise ValueError(
                 f"{field_name}: message {number}: expected the call of this tool's result in an "
                 f"earlier message, got a result of {call_id!r:.80}"
             )
-        if name in waiting:
-            waiting.remove(name)
-        message.setdefault("name", name)
+        if function in waiting:
+            waiting.remove(function)
+        message.setdefault("name", function)
     last_role = messages[-1]["role"]
     if last_role not in ("user", "tool", "system"):
         raise ValueError(
