@@ -332,7 +332,14 @@ def largest_gap(run):
     return max(gap for gap in found if gap is not None)  # None: no rollout had a gradient
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava", "gemma3"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen2_5_vl",
+        pytest.param("llava", marks=pytest.mark.long),
+        pytest.param("gemma3", marks=pytest.mark.long),
+    ],
+)
 @pytest.mark.parametrize(
     ("what", "rows"), [("game", "texts.jsonl"), ("game", "rows.jsonl"), ("agent", "rows.jsonl")]
 )
