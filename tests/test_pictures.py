@@ -26,6 +26,7 @@ from easyrl.data.datasets import open_prompts, problem_ids
 from easyrl.data.pictures import (
     THUMBNAIL_SIDE,
     PictureError,
+    data_address,
     open_picture,
     read_picture,
     size_of,
@@ -160,6 +161,28 @@ def test_broken_huge_and_animated_files_are_refused(monkeypatch):
     monkeypatch.setattr(pictures, "MAX_PIXELS", 100)
     with pytest.raises(PictureError, match="40 x 40"):
         size_of(Picture(whole))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of Pillow
+@pytest.mark.parametrize("file_format", ["GIF", "PNG", "TIFF", "WEBP"])
+def test_whatever_is_damaged_in_a_file_is_an_error_of_the_picture(file_format):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    frames = [drawn(6, 4, seed) for seed in range(2)]
+    options = {"exif": exif} if file_format != "GIF" else {}
+    more = {"save_all": True, "append_images": frames[1:]} if file_format == "GIF" else {}
+    whole = saved(frames[0], file_format, **options, **more).data
+    damaged = [whole[:length] for length in range(len(whole))]
+    for place in range(len(whole)):
+        damaged.append(whole[:place] + bytes([whole[place] ^ 255]) + whole[place + 1 :])
+    num_refused = 0
+    for data in damaged:
+        for look in (size_of, open_picture, data_address):
+            try:
+                look(Picture(data))
+            except PictureError:
+                num_refused += 1
+    assert num_refused > len(whole)
 
 
 def test_a_missing_library_is_named_with_its_command(monkeypatch):

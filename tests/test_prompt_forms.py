@@ -226,6 +226,15 @@ def test_rewards_see_tags_and_no_other_special_tokens():
     assert StopStrings(tokenizer, ["</think>"]).is_complete(np.array(ids[:11], np.int32))
 
 
+def test_a_stop_string_is_found_behind_a_picture_and_not_across_one():
+    tokenizer = characters(TURNS)
+    finder = StopStrings(tokenizer, ["66+"])
+    six, plus = tokenizer("6+", add_special_tokens=False)["input_ids"]
+    picture = -(2**31)  # an id of `engines.shown`
+    assert finder.is_complete(np.array([picture, picture, six, six, plus], np.int32))
+    assert not finder.is_complete(np.array([six, picture, six, plus], np.int32))
+
+
 def test_variables_reach_the_template_wherever_prompts_become_tokens(tmp_path, tokenizer):
     assert tokenizer.decode(render_prompt(SUM, tokenizer, {"thinks": True})) == "think1+1="
     file = write_rows(tmp_path / "chat.jsonl", [{"prompt": SUM}])

@@ -7,7 +7,6 @@ whether two pictures are the same. Only still images in the usual formats are op
 """
 
 import base64
-import binascii
 import io
 import re
 import warnings
@@ -100,7 +99,7 @@ def read_data_address(address: str) -> Picture:
         raise PictureError(f"{expected}, got {address[:NUM_SHOWN]!r}")
     try:
         return Picture(base64.b64decode("".join(match[1].split()), validate=True))
-    except binascii.Error as error:
+    except ValueError as error:  # binascii.Error, or characters that are not in ASCII
         raise PictureError(f"a data: address is not base64: {error}") from None
 
 
@@ -118,7 +117,8 @@ def size_of(picture: Picture) -> PictureSize:
     that is damaged."""
     with _opened(picture) as image:
         width, height = image.size
-        orientation = image.getexif().get(_ORIENTATION_TAG, 1)
+        with _naming_damage():
+            orientation = image.getexif().get(_ORIENTATION_TAG, 1)
     if orientation in _TURNED_ORIENTATIONS:
         return PictureSize(width, height)
     return PictureSize(height, width)
@@ -136,11 +136,8 @@ def open_picture(picture: Picture) -> Any:
     """
     from PIL import ImageOps
 
-    with _opened(picture) as image:
-        try:
-            image.load()
-        except (OSError, SyntaxError, ValueError, EOFError, IndexError) as error:
-            raise PictureError(f"the image file is damaged: {error}") from None
+    with _opened(picture) as image, _naming_damage():
+        image.load()
         return _to_rgb(ImageOps.exif_transpose(image))
 
 
@@ -167,28 +164,39 @@ def _opened(picture: Picture) -> Iterator[Any]:
     from PIL import Image, UnidentifiedImageError
 
     begin = picture.data[:NUM_SHOWN]
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+    with _naming_damage(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        try:
             image = Image.open(io.BytesIO(picture.data), formats=FORMATS)
-    except UnidentifiedImageError:
-        names = ", ".join(FORMATS)
-        raise PictureError(f"expected an image file ({names}), got {begin!r}") from None
-    except Image.DecompressionBombError:
-        raise PictureError(_too_large("more than twice as many")) from None
-    except (OSError, SyntaxError, ValueError, EOFError) as error:
-        raise PictureError(f"the image file is damaged: {error}") from None
+        except UnidentifiedImageError:
+            names = ", ".join(FORMATS)
+            raise PictureError(f"expected an image file ({names}), got {begin!r}") from None
+        except Image.DecompressionBombError:
+            raise PictureError(_too_large("more than twice as many")) from None
     with image:
         width, height = image.size
         if width * height > MAX_PIXELS:
             raise PictureError(_too_large(f"{width} x {height}"))
-        num_frames = getattr(image, "n_frames", 1)
+        with _naming_damage():
+            num_frames = getattr(image, "n_frames", 1)  # it looks for them in the whole file
         if num_frames > 1 and image.format != PHOTO_WITH_PREVIEW:
             raise PictureError(
                 f"expected a still picture, got {num_frames} frames ({image.format}); save the "
                 "one that is meant as a file of its own"
             )
         yield image
+
+
+@contextmanager
+def _naming_damage() -> Iterator[None]:
+    """Raise PictureError for whatever Pillow raises when it reads a damaged file: besides its own
+    errors IndexError, TypeError and struct.error have been seen."""
+    try:
+        yield
+    except (PictureError, MemoryError):
+        raise
+    except Exception as error:
+        raise PictureError(f"the image file is damaged: {error}") from None
 
 
 def _too_large(got: str) -> str:

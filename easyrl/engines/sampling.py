@@ -159,6 +159,9 @@ class StopStrings:
         has_last_character = not self._last_characters.isdisjoint(newest)
         if not has_last_character and INCOMPLETE not in newest:
             return False
-        last_tokens = token_ids[-self._num_tokens :].tolist()
-        text = self._decode(last_tokens)
+        last_tokens = token_ids[-self._num_tokens :]
+        pictures = np.flatnonzero(last_tokens < 0)  # which have no text: see `engines.shown`
+        if len(pictures):
+            last_tokens = last_tokens[pictures[-1] + 1 :]
+        text = self._decode(last_tokens.tolist())
         return any(string in text for string in self._strings)
