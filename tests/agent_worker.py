@@ -21,7 +21,7 @@ from easyrl.engines.embedded import EmbeddedEngine
 from easyrl.engines.sampling import SamplingSettings
 from easyrl.environments.host_pool import CallFailed, HostKilled
 from easyrl.model.files import tokenizer_of
-from easyrl.model.loading import load_policy
+from easyrl.model.loading import load_policy, picture_input
 from easyrl.model.prompt_renderer import PromptRenderer
 from easyrl.rewards.worker import Call, Scored
 from easyrl.runtime.resolve import resolve
@@ -129,7 +129,10 @@ class Worker:
             stop=spec.engine.stop,
             seed=3,
         )
-        policy = load_policy(model, "cpu", trust_remote_code=False, dtype="float32")
+        pictures = picture_input(spec.model)
+        policy = load_policy(
+            model, "cpu", trust_remote_code=False, dtype="float32", pictures=pictures
+        )
         tokenizer = self.tokenizer = tokenizer_of(spec.model)
         policy.stop_at(tokenizer.eos_token_id)
         rows = num_rows or max_open * num

@@ -1,12 +1,17 @@
 """Pictures that environments answer with, and that agents show in their requests."""
 
 import json
+import subprocess
+import sys
+from contextlib import closing
 from types import SimpleNamespace
 
 import numpy as np
+import openai
 import pytest
 from PIL import Image
 
+from agent_worker import Worker, chat
 from easyrl.agents.program import fill_in
 from easyrl.agents.protocols.base import read_conversation
 from easyrl.config import Config, ConfigError
@@ -17,7 +22,9 @@ from easyrl.environments.pictures import EpisodePictures, ShownFiles, with_addre
 from easyrl.environments.tool_calls.calls import ToolCall
 from easyrl.model.prompt_renderer import PromptRenderer
 from easyrl.runtime.resolve import resolve
+from easyrl.runtime.resume import _replaced_settings
 from easyrl.types import BrokenInvariant, Picture, picture_part
+from own_processes import popen
 from runs import ALL_SAMPLES, both_schedules, finish, lines_of, succeed, summary_of
 from vision_processors import (
     FAMILIES,
@@ -222,6 +229,49 @@ def test_what_is_no_picture_in_a_request_is_refused(url, reason):
         read_conversation(answer, takes_pictures=True)
 
 
+ENDS_WITH_THE_CONTENT = (
+    "{% for message in messages %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endfor %}"
+)
+
+
+def test_a_request_that_cannot_be_shown_names_the_key_and_none_stays_known(tmp_path, files):
+    (tmp_path / "template.jinja").write_text(ENDS_WITH_THE_CONTENT)
+    answers, refused = [], []
+
+    def ask(client, *contents):
+        messages = [{"role": "user", "content": list(contents)}]
+        try:
+            answers.append(chat(client, messages, max_tokens=2))
+        except openai.APIStatusError as error:
+            refused.append(str(error))
+
+    def solve(client):
+        shown, other = (request_of(data_address(file))[0]["content"][1] for file in files[:2])
+        text = {"type": "text", "text": "1+1="}
+        large = request_of("data:image/png;base64," + "A" * 3_000_000)[0]["content"][1]
+        ask(client, shown, text)
+        ask(client, text, shown)  # its last token stands for a part of the picture
+        ask(client, text, shown, text)
+        ask(client, text, shown, shown, other, text)
+        ask(client, *[shown] * 50, text)
+        ask(client, large)
+        ask(client, {"type": "image", "digest": [1]})
+        return 1.0
+
+    words = ("rollout.takes_pictures=true", f"data.chat_template={tmp_path / 'template.jinja'}")
+    words += ("data.max_image_bytes=500000",)
+    with closing(Worker("tiny-vision", *words, length=200, prompt_length=60)) as worker:
+        worker.run(solve)
+        assert not worker.engine.shown._by_id and not worker.engine.shown._by_digest
+    assert len(answers) == 3
+    expected = ("data.chat_template", "data.max_image_pixels", "data.max_image_bytes", "data:image")
+    assert len(refused) == len(expected)
+    for text, key in zip(refused, expected, strict=True):
+        assert key in text
+
+
 # -- whole runs ------------------------------------------------------------------------------------
 
 GALLERY = """
@@ -357,6 +407,28 @@ def test_engine_and_trainer_agree_on_pictures_of_episodes(inputs, tmp_path, fami
 @pytest.mark.parametrize("what", ["game", "agent"])
 def test_both_schedules_of_episodes_with_pictures_end_in_the_same_bits(inputs, tmp_path, what):
     both_schedules(tmp_path, *words_for(inputs, "qwen2_5_vl", what, "rows.jsonl"))
+
+
+def test_the_endpoint_without_training_shows_pictures(files):
+    words = ["--model", "tiny-vision", "--port", "0", "rollout.takes_pictures=true"]
+    words += ["rollout.agent=own.py:solve", "data.max_prompt_length=60"]
+    command = [sys.executable, "-m", "easyrl", "agent", "serve", *words]
+    process = popen(command, stdout=subprocess.PIPE, text=True)
+    url = next(line for line in process.stdout if "OPENAI_BASE_URL" in line)
+    url = url.partition("OPENAI_BASE_URL=")[2].split()[0]
+    client = openai.OpenAI(base_url=url, api_key="any")
+    for file in files[:2]:
+        messages = request_of(data_address(file))
+        answer = client.chat.completions.create(model="any", messages=messages, max_tokens=2)
+        assert answer.usage.prompt_tokens == len("See") + 25 + len("\n")
+        assert answer.usage.completion_tokens > 0
+
+
+def test_an_evaluation_of_a_preset_takes_no_pictures_from_the_run():
+    run = Config(rollout={"agent": "own.py:solve", "takes_pictures": True})
+    of_run = {"rollout.agent": "own.py:solve", "rollout.takes_pictures": True}
+    replaced = _replaced_settings({"data.dataset": "gsm8k"}, run, of_run)
+    assert replaced.issuperset(of_run)
 
 
 def test_a_model_of_text_shows_no_pictures(inputs, tmp_path):

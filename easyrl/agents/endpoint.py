@@ -91,6 +91,7 @@ class Endpoint:
         self.refused: Counter[str] = Counter()  # requests that could not be read, by key
         most_tokens = spec.limits.max_prompt_length + spec.limits.max_completion_length
         self._most_bytes = LEAST_BODY_BYTES + BODY_BYTES_PER_TOKEN * most_tokens
+        self._shows_pictures = spec.shows_pictures
         if spec.shows_pictures:
             self._most_bytes += ADDRESS_BYTES_PER_BYTE * spec.max_image_bytes
         self._requests: SimpleQueue[Request] = SimpleQueue()
@@ -204,10 +205,12 @@ class Endpoint:
         return bytes(body)
 
     def _too_large(self, num_bytes: int) -> ApiError:
+        keys = "data.max_prompt_length and rollout.max_completion_length"
+        if self._shows_pictures:
+            keys = f"data.max_image_bytes, {keys}"
         text = (
-            f"expected a body of at most {self._most_bytes} bytes, which is more than "
-            "data.max_prompt_length and rollout.max_completion_length allow, got "
-            f"{num_bytes} bytes"
+            f"expected a body of at most {self._most_bytes} bytes, which is more than {keys} "
+            f"allow, got {num_bytes} bytes"
         )
         return ApiError(text, "context_length_exceeded", 413)
 

@@ -327,6 +327,12 @@ class AgentEpisodes(Episodes):
                 "messages: expected no text that stands for a picture, because the model would "
                 "look for one; give a picture as a part of the content"
             )
+        if placed.ids[-1] < 0:
+            # The engine computes a prompt's last token again, and a picture only as a whole.
+            raise ValueError(
+                "messages: expected a chat template (data.chat_template) that writes something "
+                "behind a picture at the end of the last message, got one that writes nothing"
+            )
         return placed
 
     def _prompt_of(self, ids: list[int]) -> list[int]:
@@ -390,7 +396,7 @@ class AgentEpisodes(Episodes):
             )
             num_of_pictures = sum(token < 0 for token in ids)
             if num_of_pictures:
-                text += f", {num_of_pictures} of pictures (a smaller data.max_image_pixels)"
+                text += f", {num_of_pictures} of them of pictures (data.max_image_pixels)"
             return ApiError(text, "context_length_exceeded")
         return None
 

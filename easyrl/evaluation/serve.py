@@ -2,6 +2,7 @@
 
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 from itertools import count
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -16,8 +17,7 @@ from easyrl.agents.sequences import Episode, Group
 from easyrl.config import Config, ConfigError
 from easyrl.engines.embedded import EmbeddedEngine
 from easyrl.model.export import find_model
-from easyrl.model.files import tokenizer_of
-from easyrl.model.loading import load_policy
+from easyrl.model.loading import load_policy, picture_input
 from easyrl.model.prompt_renderer import PromptRenderer
 from easyrl.observe.text import say
 from easyrl.runtime.placement import device_name, place_evaluation
@@ -47,6 +47,7 @@ class _Requests(AgentEpisodes):
         for episode in list(self._episodes.values()):
             if not (episode.waiting or episode.answering):
                 self._close(episode)
+                self._engine.shown.forget(episode.group.key)
         return finished
 
 
@@ -57,21 +58,29 @@ def serve(config: Config, port: int) -> None:
     episodes = episodes_of(config, spec.rewards)
     endpoint = Endpoint(episodes, spec.sampling, port)
     endpoint.takes_any_key = True
-    placement = place_evaluation(spec, NUM_ROWS, 1)
+    with_base = replace(spec, model=replace(spec.model, path=source.base))
+    placement = place_evaluation(with_base, NUM_ROWS, 1)
     trust = spec.model.trust_remote_code
     device = device_name(placement.accelerator, placement.indices_of("rollout", 0)[:1])
     with TemporaryDirectory() as scratch:
         path = source.make(Path(scratch) / "model", trust=trust)
-        policy = load_policy(path, device, trust_remote_code=trust, dtype=spec.model.dtype)
-        tokenizer = tokenizer_of(spec.model, path)
+        model = replace(spec.model, path=path)
+        renderer = PromptRenderer.of(model)
+        policy = load_policy(
+            path,
+            device,
+            trust_remote_code=trust,
+            dtype=model.dtype,
+            pictures=picture_input(model),
+        )
     if policy.no_packing_reason is not None:
         raise ConfigError(f"model.path: '{spec.model.path}': {policy.no_packing_reason}")
-    policy.stop_at(tokenizer.eos_token_id)
+    policy.stop_at(renderer.tokenizer.eos_token_id)
     sampling = sampling_settings(spec.engine, spec.limits, spec.sampling, has_branches=True)
-    engine = EmbeddedEngine(policy, sampling, num_rows=NUM_ROWS, tokenizer=tokenizer)
+    engine = EmbeddedEngine(policy, sampling, num_rows=NUM_ROWS, tokenizer=renderer.tokenizer)
     no_agents: Any = SimpleNamespace(report=say, connections=(), poll=int, loaded=int)
     requests = _Requests(episodes, no_agents, endpoint, max_open_groups=0)
-    requests.bind(engine, PromptRenderer(spec.model, tokenizer), NUM_ROWS)
+    requests.bind(engine, renderer, NUM_ROWS)
     say(f"serving {spec.model.path}: OPENAI_BASE_URL={endpoint.url} OPENAI_API_KEY=any")
     while True:
         if engine.can_step:

@@ -288,6 +288,7 @@ def _replaced_settings(
         if is_preset and dataset not in run.data.datasets:
             sections += ["data.", "reward.", "eval."]
             replaced |= {"rollout.environment", "rollout.tools", "rollout.agent"}
+            replaced.add("rollout.takes_pictures")  # of these three
     if "reward.functions" in given:
         replaced.add("eval.correct_reward")
         sections.append("reward.")

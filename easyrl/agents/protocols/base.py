@@ -349,8 +349,12 @@ def _name_pictures(
         if not is_picture_part(part):
             parts.append(part)
             continue
+        digest = part.get(DIGEST)
         try:
-            picture = known.get(part.get(DIGEST)) or _read_picture(part.get("url"))
+            if isinstance(digest, str) and digest in known:
+                picture = known[digest]
+            else:
+                picture = _read_picture(part.get("url"))
         except PictureError as error:
             raise ValueError(f"{name}: {error}") from None
         pictures[picture.digest] = picture
