@@ -479,9 +479,8 @@ def check_prompt(
     expected = [*request.prompt_ids, *token_ids]
     if list(used or ()) != expected:
         raise ConfigError(
-            f"rollout.engine: expected embedded, because vLLM makes {len(used or ())} tokens of a "
-            f"prompt with pictures, or other ones, for which the model's processor makes "
-            f"{len(expected)}, got vllm"
+            "rollout.engine: expected embedded, because vLLM and the processor make different "
+            f"tokens of a prompt with pictures ({len(used or ())} and {len(expected)}), got vllm"
         )
 
 
