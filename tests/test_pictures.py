@@ -36,6 +36,7 @@ from easyrl.engines.base import Turn
 from easyrl.environments.episodes import EnvironmentEpisodes, with_observation
 from easyrl.environments.pool import EnvironmentPool
 from easyrl.environments.single_turn import SingleTurns
+from easyrl.evaluation import command
 from easyrl.model.processor import load_processor
 from easyrl.model.prompt_renderer import PromptRenderer
 from easyrl.observe.history import read_histories
@@ -526,6 +527,19 @@ def vision_run(tmp_path, rows, family="qwen2_5_vl", **settings):
     about = describe_pictures(renderer, sizes)
     about += describe_first_prompt(spec, prompts.prompt(0), {}, renderer)
     return skipped, "\n".join(about)
+
+
+def test_an_evaluation_counts_the_weights_of_the_tower(tmp_path, files, monkeypatch):
+    rows = write_rows(tmp_path / "rows.jsonl", {"prompt": "1+1=", "image": "0.png", "answer": "2"})
+    sizes = []
+    fit = command._fit_memory
+    monkeypatch.setattr(
+        command, "_fit_memory", lambda *given: sizes.append(given[2]) or fit(*given)
+    )
+    settings = {"model.path": "tiny-vision", "data.dataset": str(rows), "data.chat": True}
+    settings |= {"data.max_prompt_length": 60, "reward.functions": ["exact_match"]}
+    command.check_evaluation(load_config(None, settings))
+    assert sizes[0].num_frozen_weights == 105_856
 
 
 def test_the_start_says_what_pictures_cost(tmp_path, files):

@@ -102,7 +102,10 @@ def _text(content: Any) -> str:
             return text
     expected = "expected text"
     if _is_image(content):
-        expected = "expected text, because pictures are for rows of data sets only"
+        expected = (
+            "expected text, because a picture is a part in a list, of a row's prompt or, with "
+            "rollout.takes_pictures=true, of an episode"
+        )
     raise ValueError(f"{expected}, got {content!r:.80}")
 
 

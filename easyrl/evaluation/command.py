@@ -98,6 +98,8 @@ def check_evaluation(config: Config, base: str | None = None) -> Plan:
     stream = open_prompts(spec.data, is_trained=False)
     spec = spec.with_pictures(stream.has_pictures)
     with_base = with_base.with_pictures(stream.has_pictures)
+    if with_base.model.has_pictures:
+        model = measure_model(with_base.model)  # with its tower
     problems = problems_of(stream, config.data)
     checks = Checks(Stage.EVALUATION)
     checks.add(
