@@ -18,12 +18,16 @@ class Terminal:
         self.output = ""
         self._primary, secondary = pty.openpty()
         ioctl(secondary, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+        inherited = dict(os.environ)
+        # pytest-xdist sets these for its workers. They would count more than the terminal's size.
+        for name in ("LINES", "COLUMNS"):
+            inherited.pop(name, None)
         self.process = popen(
             words,
             stdin=secondary,
             stdout=secondary,
             stderr=secondary,
-            env={**os.environ, "TERM": "xterm-256color", **environment},
+            env={**inherited, "TERM": "xterm-256color", **environment},
         )
         os.close(secondary)
 
