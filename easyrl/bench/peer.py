@@ -80,7 +80,7 @@ class Work:
     # or with pictures the built-in one
     num_prompts: int
     num_generations: int
-    prompt_length: int  # digits
+    prompt_length: int  # digits; 0 with pictures, which have a question of their own
     max_completion_length: int
     iterations: int  # measured per run
     micro_batch: int  # TRL's, in completions: the faster of 16 and 64 on two cores
@@ -153,7 +153,7 @@ ROWS = {
         size=None,
         num_prompts=8,
         num_generations=8,
-        prompt_length=4,
+        prompt_length=0,
         max_completion_length=64,
         iterations=4,
         micro_batch=64,

@@ -78,7 +78,8 @@ class _Sequence:
     limit: int  # completion tokens at most
     uniforms: Float64  # [limit]
     shift: int = 0
-    """What is added to a token's place in the sequence, behind the pictures of its prompt."""
+    """Added to the rope positions of the tokens behind a prompt, whose pictures may take fewer or
+    more positions than tokens."""
     row_start: int = 0
     """Position of the token in the first cell of its row: the one behind `node`."""
     first_token: int = 0  # sampled when the prompt was computed

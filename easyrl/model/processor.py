@@ -266,12 +266,14 @@ class Processor:
 
 
 def _texts_of(message: Mapping[str, Any]) -> list[Any]:
-    """Return all texts of a message, also of calls: what is not a part for a picture."""
+    """Return what a message has besides its role and its pictures: texts, and calls of tools."""
     content = message.get("content")
     parts = content if isinstance(content, list) else [content]
-    shown = [part for part in parts if not is_picture_part(part)]
-    rest = {name: value for name, value in message.items() if name not in ("role", "content")}
-    return [shown, rest]
+    texts = [part for part in parts if not is_picture_part(part)]
+    rest = dict(message)
+    rest.pop("role", None)
+    rest.pop("content", None)
+    return [texts, rest]
 
 
 def load_processor(
