@@ -12,8 +12,10 @@ import pytest
 from filelock import FileLock
 from hypothesis import settings
 
-from own_processes import processes_end
-from runs import SMALL, Finished, succeed, without_optional_libraries
+pytest.register_assert_rewrite("runs")  # what differs is shown, as in a file of tests
+
+from own_processes import processes_end  # noqa: E402
+from runs import SMALL, Finished, succeed, without_optional_libraries  # noqa: E402
 
 # Machines are noisy: time proves nothing here. The default tests try the same examples each time,
 # the long ones (`make test-long`) others.

@@ -212,15 +212,17 @@ def without_timing(metrics: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in metrics.items() if not name.startswith("perf/")}
 
 
-def bits_of(folder: Path) -> list[Any]:
+def bits_of(folder: Path) -> tuple[list[Any], list[Any], list[Any]]:
     """Return the results that must be equal in two runs, also if one of them lost workers."""
     names = "weights_sha256", "accuracy_before", "accuracy_after", "groups_trained", "iterations"
     names += "completion_tokens", "trainer_tokens", "generated_tokens"
     names += "policy_version", "rewards"
     summary, samples = summary_of(folder), folder / "samples.jsonl"
     metrics = [without_timing(line) for line in lines_of(folder / "metrics.jsonl")]
-    found = [summary[name] for name in names], metrics
-    return [*found, lines_of(samples) if samples.exists() else []]
+    kept = lines_of(samples) if samples.exists() else []
+    # Groups are written as they finish. The samples of a group keep their order.
+    kept.sort(key=lambda line: (line["iteration"], line["prompt_index"]))
+    return [summary[name] for name in names], metrics, kept
 
 
 def both_schedules(folder: Path, *words: str, delays: str = "0.02", **how: Any) -> Path:
