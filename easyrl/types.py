@@ -237,14 +237,24 @@ class RolloutGroup:
     @property
     def pictures(self) -> tuple[PlacedPictures, ...]:
         """Where pictures are shown, in the order of the tokens, with copies of their files."""
-        stops = np.cumsum(self.picture_lengths, dtype=np.int64)[:-1]
-        parts = np.split(self.picture_bytes, stops) if len(self.picture_lengths) else []
-        files = [Picture(part.tobytes()) for part in parts]
-        together = dict[tuple[int, int], list[Picture]]()
-        places = zip(self.shown_starts.tolist(), self.shown_stops.tolist(), strict=True)
-        for place, file in zip(places, self.shown_files.tolist(), strict=True):
-            together.setdefault(place, []).append(files[file])
-        return tuple(PlacedPictures(tuple(shown), *place) for place, shown in together.items())
+        files = self._picture_files()
+        pictures_at = dict[tuple[int, int], list[Picture]]()  # by start and stop
+        for index, number in enumerate(self.shown_files.tolist()):
+            place = (int(self.shown_starts[index]), int(self.shown_stops[index]))
+            pictures_at.setdefault(place, []).append(files[number])
+        placed = list[PlacedPictures]()
+        for (start, stop), shown in pictures_at.items():
+            placed.append(PlacedPictures(tuple(shown), start, stop))
+        return tuple(placed)
+
+    def _picture_files(self) -> list[Picture]:
+        files = list[Picture]()
+        start = 0
+        for length in self.picture_lengths.tolist():
+            stop = start + length
+            files.append(Picture(self.picture_bytes[start:stop].tobytes()))
+            start = stop
+        return files
 
     @property
     def tree(self) -> TokenTree:

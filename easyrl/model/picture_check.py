@@ -89,11 +89,14 @@ def _draw_row(model: Any, num_placeholders: int, generator: torch.Generator) -> 
     num_text = 2 * NUM_TEXT_TOKENS + sum(COMPLETION_LENGTHS)
     vocabulary_size = model.get_input_embeddings().weight.shape[0]
     text = torch.randint(vocabulary_size, (num_text,), generator=generator)
-    is_placeholder = torch.isin(text, torch.tensor(sorted(placeholders_of(model.config))))
-    text[is_placeholder] = 0
-    picture = torch.full((num_placeholders,), int(model.config.image_token_id))
-    row = torch.cat([text[:NUM_TEXT_TOKENS], picture, text[NUM_TEXT_TOKENS:]])
-    return row.to(model.device)
+    banned = torch.tensor(sorted(placeholders_of(model.config)))
+    text[torch.isin(text, banned)] = 0
+
+    placeholder_id = int(model.config.image_token_id)
+    picture = torch.full((num_placeholders,), placeholder_id)
+    before = text[:NUM_TEXT_TOKENS]
+    behind = text[NUM_TEXT_TOKENS:]
+    return torch.cat([before, picture, behind]).to(model.device)
 
 
 def _is_exact(
