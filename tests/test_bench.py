@@ -18,8 +18,12 @@ from benchmarks.performance_model import (
     TRAIN_LOGIT_BYTES,
     Load,
 )
-from easyrl.bench import loop, peer
+from easyrl.bench import harness, loop, peer
 from easyrl.bench.harness import run_suite
+from easyrl.data import picture_sums
+from easyrl.data.pictures import PictureSize
+from easyrl.model.pictures import tower_parameters
+from easyrl.model.processor import load_processor
 from easyrl.runtime.supervisor import WorkerFailure
 from runs import easyrl
 
@@ -61,6 +65,19 @@ def test_the_hybrid_of_the_peer_suite_has_the_layers_of_the_built_in_one_and_8_m
     assert model.num_parameters() == pytest.approx(8e6, rel=0.01)
     for name, each in peer.ROWS.items():
         assert each.num_completions % each.micro_batch == 0, name
+
+
+def test_the_pictures_of_the_peer_suite_are_576_tokens_before_7_million_weights(tmp_path):
+    work = peer.ROWS["pictures"]
+    with torch.device("meta"):
+        model = work.make_model(work.size)
+    num_seeing = sum(weight.numel() for weight in tower_parameters(model))
+    assert model.num_parameters() - num_seeing == pytest.approx(7e6, rel=0.05)
+    assert num_seeing == pytest.approx(5e6, rel=0.05)
+    path = harness.write_picture_model(tmp_path, work.make_model(work.size), "float32")
+    processor = load_processor(path, max_image_pixels=2**20)
+    of_a_prompt = PictureSize(picture_sums.SIZE, picture_sums.SIZE)
+    assert processor.num_tokens(of_a_prompt) == 576
 
 
 @pytest.mark.long

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 import transformers
+from transformers import AutoProcessor
 from transformers.utils import logging
 
 from easyrl import events
@@ -169,6 +170,19 @@ def write_model_and_prompts(
     }
 
 
+def write_picture_model(folder: Path, model: Any, dtype: str) -> str:
+    """Write a LLaVA with the tokenizer and the processor of `tiny-vision`, which makes pictures of
+    its size. Return the folder."""
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    processor = AutoProcessor.from_pretrained(resolve_model("tiny-vision"))
+    tower = model.config.vision_config
+    processor.image_processor.size = {"height": tower.image_size, "width": tower.image_size}
+    processor.patch_size = tower.patch_size
+    processor.save_pretrained(folder)
+    return str(folder)
+
+
 def write_pictures(folder: Path, model: str, num_prompts: int) -> dict[str, Any]:
     """Write prompts of `picture-sums`, each with its picture in a file of its own. Return the
     settings that name them, the model, and the reward."""
@@ -183,6 +197,7 @@ def write_pictures(folder: Path, model: str, num_prompts: int) -> dict[str, Any]
     return {
         "model.path": resolve_model(model),
         "data.dataset": str(file),
+        "data.max_prompt_length": 640,  # a picture of 576 tokens and the text
         "reward.functions": [f"{__name__}:spread"],
     }
 

@@ -1,8 +1,9 @@
 """Whole iterations of EasyRL against TRL's GRPO trainer on the same work (docs/benchmarks.md).
 
 TRL runs in a process of its own; the two take turns. Models are random and prompts are digits, but
-in the rows `smollm2`, which ask a chat model for sums and train it a little, and in the row
-`vision`, in which the built-in model with a tower adds the numbers of pictures.
+in the rows `smollm2`, which ask a chat model for sums and train it a little, and in the rows
+`vision` and `pictures`, which ask for the sum of the numbers in a picture: the built-in model with
+a tower, and a random one that sees as many patches as LLaVA 1.5.
 """
 
 import json
@@ -21,7 +22,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers import (
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    SiglipVisionConfig,
+)
 
 from easyrl.bench import harness
 from easyrl.config import ConfigError, load_config
@@ -64,12 +72,52 @@ HYBRID = {
     "eos_token_id": 1,
 }
 """A Qwen3.5 of 8 million weights, without a tower."""
+LLAVA = {
+    "text": {
+        "vocab_size": 100,  # of the tokenizer of `tiny-vision`
+        "hidden_size": 256,
+        "intermediate_size": 960,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+    },
+    "vision": {
+        "image_size": 336,
+        "patch_size": 14,
+        "hidden_size": 256,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "vision_use_head": False,
+    },
+    "image_token_id": 99,
+}
+"""A LLaVA of 7 million weights and a tower of 5 million. A picture is 576 tokens."""
 
 
 def random_hybrid(size: Mapping[str, Any]) -> Any:
     """Return a float32 Qwen3.5 without a vision tower. `size`: arguments of its config."""
     torch.manual_seed(0)
     return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**size, max_position_embeddings=4096))
+
+
+def random_llava(size: Mapping[str, Any]) -> Any:
+    """Return a float32 LLaVA. `size`: arguments of the configs of both parts."""
+    torch.manual_seed(0)
+    text = Qwen3Config(**size["text"], max_position_embeddings=1024)
+    config = LlavaConfig(
+        text_config=text,
+        vision_config=SiglipVisionConfig(**size["vision"]),
+        image_token_index=size["image_token_id"],
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+        tie_word_embeddings=True,
+    )
+    return LlavaForConditionalGeneration(config)
 
 
 @dataclass(frozen=True)
@@ -157,6 +205,17 @@ ROWS = {
         max_completion_length=64,
         iterations=4,
         micro_batch=64,
+        has_pictures=True,
+    ),
+    "pictures": Work(
+        size=LLAVA,
+        make_model=random_llava,
+        num_prompts=8,
+        num_generations=8,
+        prompt_length=0,
+        max_completion_length=64,
+        iterations=2,
+        micro_batch=16,
         has_pictures=True,
     ),
     "smollm2": SMOLLM2,
@@ -250,6 +309,8 @@ def _write_inputs(folder: Path, work: Work, model: str | None, dtype: str) -> di
     """Write the prompts of a row, and its model unless `model` names one. Return the settings that
     name them."""
     if work.has_pictures:
+        if model is None and work.size is not None:
+            model = harness.write_picture_model(folder / "model", work.make_model(work.size), dtype)
         return harness.write_pictures(folder, model or "tiny-vision", work.num_prompts)
     return harness.write_model_and_prompts(
         folder,
