@@ -175,7 +175,8 @@ def write_picture_model(folder: Path, model: Any, dtype: str) -> str:
     its size. Return the folder."""
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model.to(getattr(torch, dtype)).save_pretrained(folder)
-    processor = AutoProcessor.from_pretrained(resolve_model("tiny-vision"))
+    source = resolve_model("tiny-vision")
+    processor = AutoProcessor.from_pretrained(source)  # type: ignore[no-untyped-call]
     tower = model.config.vision_config
     processor.image_processor.size = {"height": tower.image_size, "width": tower.image_size}
     processor.patch_size = tower.patch_size
