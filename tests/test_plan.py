@@ -235,6 +235,14 @@ def test_a_plan_names_data_rewards_and_what_ends_it_early(tmp_path):
     assert code == 0 and "reward: none (held-out problems: score); teacher: tiny" in output
 
 
+def test_a_plan_that_is_refused_says_so_again_at_its_end():
+    """Its first line has left a small screen, or is in a file."""
+    plan = easyrl("grpo", "--dry-run", "--dataset", "gone.jsonl", "--reward", "exact_match")
+    assert plan.exit_code == 2 and "a run would not start" not in plan.stdout.splitlines()[-1]
+    assert plan.stderr.startswith("easyrl: a run would not start: data.dataset")
+    assert plan.stdout.startswith("# a run would not start: data.dataset")
+
+
 def test_data_on_a_hub_that_is_unreachable_is_a_warning(tmp_path, capfd):
     reward = "print('here')\ndef score(completions, answer):\n    print('here')\n    return [0.0]"
     (tmp_path / "own.py").write_text(reward + " * len(completions)\n")

@@ -114,6 +114,11 @@ ENDS = {
     "no gradient": (CPUS, {"sampling_logp_difference_max": None}),
     "nothing learned": (CPUS, {"nothing_learned": NOTHING}),
     "no clear change": (CPUS, {"error_before": 0.05, "error_after": 0.06, "held_out_problems": 64}),
+    "cut off": (CPUS, {"cut_off_last": 0.94}),
+    "a teacher alone": (
+        CPUS,
+        {"reward_last": None, "teacher_kl_first": 0.01234, "teacher_kl_last": 0.001},
+    ),
     "tools": (CPUS, {"inserted_tokens": 23456}),
     "low overlap": (CPUS, {"overlap": 0.2}),
     "more GPUs for inference": (GPUS, {"infer_seconds": 47.0, "train_seconds": 20.0}),

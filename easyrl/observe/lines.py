@@ -35,6 +35,8 @@ IMBALANCE = 0.25
 """If the busy shares of the two sides differ by more than this, both are shown."""
 SAME_REWARD = 1e-5
 """A mean reward that differs less from the accuracy is equal to it: rewards are sums in float32."""
+MANY_CUT_OFF = 0.5
+"""From this share of completions on that reach the limit, it is shown."""
 ROWS_OF_SPEED = ("tokens/s", "overlap", "balance")
 """Results that are left out where nothing was learned: the reason is more important."""
 Row = tuple[str, str]  # name and value, of a table
@@ -105,6 +107,9 @@ class PlainLines:
             parts.append(f"reward {reward}")
             parts.append(f"no spread {no_spread}")
         parts.append(f"length {length:.1f}")
+        cut_off = metrics.get("completions/clipped_ratio")
+        if cut_off is not None and cut_off >= MANY_CUT_OFF:
+            parts.append(f"cut off {cut_off:.0%}")
         num_inserted = metrics.get("completions/mean_inserted_length")
         if num_inserted is not None:
             parts.append(f"inserted {num_inserted:.1f}")
@@ -227,6 +232,11 @@ def result_rows(
     if summary.get("teacher_kl_last") is not None:  # older versions lack it
         kls = [summary["teacher_kl_first"], summary["teacher_kl_last"]]
         yield "teacher KL", f"{_change(kls, '.4f')} ({_ends_of(summary)})"
+    cut_off = summary.get("cut_off_last")  # older versions lack it
+    if cut_off is not None and cut_off >= MANY_CUT_OFF and not summary.get("nothing_learned"):
+        limit = spec.limits.max_completion_length
+        text = f"{cut_off:.0%} of the last completions, after {limit} tokens"
+        yield "cut off", f"{text}; a higher rollout.max_completion_length may let them end"
     yield from _token_rows(summary)
     if summary.get("iteration_seconds", 0.0) > 0:
         yield from _balance_rows(summary, spec.schedule.schedule, devices)

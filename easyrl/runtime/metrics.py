@@ -206,6 +206,7 @@ def summarize(
     rewards = {name: ends(lines, f"rewards/{name}/mean", num_averaged) for name in reward_names}
     reward_first, reward_last = ends(lines, "reward", num_averaged)
     teacher_kl_first, teacher_kl_last = ends(lines, "teacher/kl", num_averaged)
+    _, cut_off_last = ends(lines, "completions/clipped_ratio", num_averaged)
     newest: Mapping[str, Any] = lines[-1] if lines else {}  # all lines may have been lost
     tokens = trained_tokens(newest)
     seconds = total("perf/iteration_seconds")
@@ -220,6 +221,7 @@ def summarize(
         "rewards": rewards,
         "teacher_kl_first": teacher_kl_first,  # None: without a teacher
         "teacher_kl_last": teacher_kl_last,
+        "cut_off_last": cut_off_last,
         "tokens_per_second_per_device": tokens_per_second / num_devices,
         "accuracy_before": state.accuracy_before,
         "error_before": state.error_before,
