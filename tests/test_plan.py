@@ -231,6 +231,10 @@ def test_a_plan_names_data_rewards_and_what_ends_it_early(tmp_path):
     teacher = ["--reward", "none", "algorithm.teacher=tiny"]
     code, output = dry_run(*data[:2], *mixed, *teacher)
     assert code == 0 and "rows.jsonl x 3 + arithmetic; reward: none" in output
+    assert "no reward scores" not in output
+    own_problems = f"eval.dataset={tmp_path}/rows.jsonl"
+    code, output = dry_run(*data[:2], *teacher, own_problems)
+    assert code == 0 and "warning: eval.dataset: no reward scores its problems" in output
     code, output = dry_run(*teacher)
     assert code == 0 and "reward: none (held-out problems: score); teacher: tiny" in output
 

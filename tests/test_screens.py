@@ -22,7 +22,16 @@ from easyrl.observe.watch import watch
 from easyrl.runtime.resolve import resolve
 from easyrl.runtime.run_folder import sample_line
 from golden_files import check_golden
-from run_events import HOSTILE, METRICS, SUMMARY, run_events, run_started, state_of, write_trace
+from run_events import (
+    HOSTILE,
+    METRICS,
+    SUMMARY,
+    run_events,
+    run_started,
+    state_of,
+    with_config,
+    write_trace,
+)
 from runs import easyrl, write_rows
 from terminals import Terminal, after_the_view
 
@@ -59,6 +68,19 @@ def test_live_view(folder):
     for stream in (run_events(folder), list(RunFiles(folder).read())):
         pictures = [f"-- {n} events\n{picture(state_of(stream[:n]))}" for n in MOMENTS]
         check_golden("live_view", "".join(pictures))
+
+
+def test_live_view_of_a_teacher_alone_shows_its_divergence_and_no_reward(folder):
+    """The data has no reward, so a reward of 0 would mislead."""
+    words = ["algorithm.teacher=tiny", "reward.functions=none", "data.dataset=rows.jsonl"]
+    started, *others = run_events(folder)
+    state = state_of([with_config(started, load_config(words=words)), *others[: MOMENTS[-1]]])
+    newest = {**state.lines[state.num_done], "reward": None, "frac_reward_zero_std": None}
+    state.lines[state.num_done] = {**newest, "teacher/kl": 0.0123}
+    shown = picture(state)
+    assert "teacher KL 0.0123" in shown and shown.count("teacher KL") == 1
+    assert "mean of the group" not in shown and "no spread" not in shown
+    assert not any(line.startswith("reward ") for line in shown.splitlines())
 
 
 def test_live_view_fits_into_any_terminal():
