@@ -346,6 +346,8 @@ MISTAKES = {
     "grpo --no-live --dry-run --resume FOLDER/run_whole algorithm.beta=0.1": "algorithm.beta",
     f"grpo --dry-run {EXACT}/good.jsonl eval.dataset=no.jsonl": "eval.dataset: there is no file",
     "grpo --dry-run --model FOLDER/good.jsonl": "good.jsonl' is a file (GGUF files are quantized)",
+    f"grpo --dry-run {EXACT}/good.jsonl,more.jsonl": "each has its own --dataset",
+    f"grpo --dry-run {EXACT}/good.jsonl more.jsonl": "--dataset more.jsonl",
     "grpo my.yaml": "--config my.yaml",
     "grpo --report-to wandb": "output.log_to=[tensorboard] (or",
     "grpo model.lora.target_modules=all-linear": "use model.lora.target_modules=null",

@@ -145,9 +145,15 @@ def test_prompts_alone_are_enough_and_such_a_run_can_be_evaluated(tmp_path):
     (tmp_path / "own.py").write_text(f"from easyrl.algorithm.losses import LossOutputs\n{loss}")
     own = f"algorithm.loss_type={tmp_path}/own.py:loss"
     run, words = str(tmp_path / "run"), [*SMALL[:4], "reward.functions=none", "--iterations", "1"]
-    succeed("--no-live", "--output", run, *words, "algorithm.teacher=tiny", own, "--dataset", rows)
+    words += ["algorithm.teacher=tiny", "--dataset", rows]
+    out = succeed("--no-live", "--output", run, *words, own)
     (line,) = lines_of(tmp_path / "run" / "metrics.jsonl")
-    assert line["reward"] == 0.0 and line["teacher/kl"] == pytest.approx(0.0, abs=1e-5)
+    assert line["reward"] is None and "no spread" not in out and "reward  " not in out
+    assert line["teacher/kl"] == pytest.approx(0.0, abs=1e-5)
+    idle = succeed("--no-live", "--output", f"{run}-idle", *words)  # the teacher is the policy
+    end = idle[idle.index("finished") :]
+    assert "the teacher gave no gradient" in end and "algorithm.teacher" in end
+    assert "data.columns" not in end and "rollout.temperature" not in end
     words = ["--model", run, "--dataset", "arithmetic", "data.num_held_out=4", "--no-live"]
     out = easyrl("eval", *words, "--output", tmp_path / "eval")
     assert out.exit_code == 0 and "accuracy" in out.stdout, out.output

@@ -543,6 +543,10 @@ def test_adapters_of_other_models_are_refused_before_the_run(tmp_path):
     change_json("adapter_config.json", base_model_name_or_path="/gone/from/here")(folder)
     with pytest.raises(ConfigError, match=r"grpo --model MODEL model\.lora\.adapter="):
         start_from(load_config(words=[f"model.path={folder}", "model.lora.rank=4"]))
+    pointer = shutil.copytree(folder, tmp_path / "pointer")
+    (pointer / "adapter_model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(ConfigError, match=r"model\.lora\.adapter: expected a complete adapter_m"):
+        start_from(load_config(words=[f"model.lora.adapter={pointer}", "model.lora.rank=4"]))
     lora = LoraConfig(rank=4, adapter=str(folder))
     check_lora(lora, "tiny", meta_model(AutoConfig.from_pretrained(TINY)))
     for kind, named in (("qwen3", "weights, and there"), ("gpt2", "it does not have")):

@@ -177,9 +177,14 @@ def test_adapter_brings_its_own_tokenizer_and_embeddings(tmp_path):
 
 def test_adapter_without_its_base_or_weights_is_refused(tmp_path):
     alone = str(adapter(tmp_path / "alone", None))
-    for base, reason in ((None, "names none"), (str(tmp_path), "config.json")):
-        with pytest.raises(ConfigError, match=rf"--base(.|\n)*{reason}"):
-            find_model(alone, base)
+    with pytest.raises(ConfigError, match=r"base_model_name_or_path.*model\.lora\.rank=2.*--base"):
+        find_model(alone)
+    with pytest.raises(ConfigError, match=rf"'{tmp_path}', on which .*--base(.|\n)*config\.json"):
+        find_model(alone, str(tmp_path))
+    empty = shutil.copytree(alone, tmp_path / "empty")
+    (empty / "adapter_model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"has no adapter_model\.safetensors"):
+        find_model(str(empty), "tiny")
     with pytest.raises(ConfigError, match="--base"):
         find_model("tiny", base="tiny")
 

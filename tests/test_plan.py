@@ -231,8 +231,20 @@ def test_a_plan_names_data_rewards_and_what_ends_it_early(tmp_path):
     teacher = ["--reward", "none", "algorithm.teacher=tiny"]
     code, output = dry_run(*data[:2], *mixed, *teacher)
     assert code == 0 and "rows.jsonl x 3 + arithmetic; reward: none" in output
+    assert "no reward scores" not in output
+    own_problems = f"eval.dataset={tmp_path}/rows.jsonl"
+    code, output = dry_run(*data[:2], *teacher, own_problems)
+    assert code == 0 and "warning: eval.dataset: no reward scores its problems" in output
     code, output = dry_run(*teacher)
     assert code == 0 and "reward: none (held-out problems: score); teacher: tiny" in output
+
+
+def test_a_plan_that_is_refused_says_so_again_at_its_end():
+    """Its first line has left a small screen, or is in a file."""
+    plan = easyrl("grpo", "--dry-run", "--dataset", "gone.jsonl", "--reward", "exact_match")
+    assert plan.exit_code == 2 and "a run would not start" not in plan.stdout.splitlines()[-1]
+    assert plan.stderr.startswith("easyrl: a run would not start: data.dataset")
+    assert plan.stdout.startswith("# a run would not start: data.dataset")
 
 
 def test_data_on_a_hub_that_is_unreachable_is_a_warning(tmp_path, capfd):

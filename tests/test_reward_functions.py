@@ -281,9 +281,10 @@ def test_reward_for_json_in_the_docs_gives_more_for_each_step(tmp_path):
     code = page.split("```python\n# json_rewards.py\n")[1].partition("```")[0]
     (tmp_path / "json_rewards.py").write_text(code)
     prompt = Prompt(0, [{"role": "user", "content": "2+2?"}], {"answer": "4"})
-    texts = ["4 it is", '{"answer": 4', "[4]", '{"answer": 5}', '{"answer": 4}']
-    result = call(rewards_of(f"{tmp_path}/json_rewards.py:json_answer"), prompt, texts)
-    assert result.scores == [[0.0, 0.1, 0.2, 0.4, 1.0]] and not result.errors
+    steps = ["4 it is", '{"answer": 4', '{"result": 4}', '{"answer": 5}', '{"answer": 4}']
+    no_objects = ["[4]", "4", "[" * 100_000]
+    result = call(rewards_of(f"{tmp_path}/json_rewards.py:json_answer"), prompt, steps + no_objects)
+    assert result.scores == [[0.0, 0.1, 0.2, 0.4, 1.0, 0.0, 0.0, 0.0]] and not result.errors
 
 
 def test_functions_of_one_name_are_told_apart_by_their_files():

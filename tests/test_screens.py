@@ -22,7 +22,16 @@ from easyrl.observe.watch import watch
 from easyrl.runtime.resolve import resolve
 from easyrl.runtime.run_folder import sample_line
 from golden_files import check_golden
-from run_events import HOSTILE, METRICS, SUMMARY, run_events, run_started, state_of, write_trace
+from run_events import (
+    HOSTILE,
+    METRICS,
+    SUMMARY,
+    run_events,
+    run_started,
+    state_of,
+    with_config,
+    write_trace,
+)
 from runs import easyrl, write_rows
 from terminals import Terminal, after_the_view
 
@@ -59,6 +68,19 @@ def test_live_view(folder):
     for stream in (run_events(folder), list(RunFiles(folder).read())):
         pictures = [f"-- {n} events\n{picture(state_of(stream[:n]))}" for n in MOMENTS]
         check_golden("live_view", "".join(pictures))
+
+
+def test_live_view_of_a_teacher_alone_shows_its_divergence_and_no_reward(folder):
+    """The data has no reward, so a reward of 0 would mislead."""
+    words = ["algorithm.teacher=tiny", "reward.functions=none", "data.dataset=rows.jsonl"]
+    started, *others = run_events(folder)
+    state = state_of([with_config(started, load_config(words=words)), *others[: MOMENTS[-1]]])
+    newest = {**state.lines[state.num_done], "reward": None, "frac_reward_zero_std": None}
+    state.lines[state.num_done] = {**newest, "teacher/kl": 0.0123}
+    shown = picture(state)
+    assert "teacher KL 0.0123" in shown and shown.count("teacher KL") == 1
+    assert "mean of the group" not in shown and "no spread" not in shown
+    assert not any(line.startswith("reward ") for line in shown.splitlines())
 
 
 def test_live_view_fits_into_any_terminal():
@@ -114,6 +136,11 @@ ENDS = {
     "no gradient": (CPUS, {"sampling_logp_difference_max": None}),
     "nothing learned": (CPUS, {"nothing_learned": NOTHING}),
     "no clear change": (CPUS, {"error_before": 0.05, "error_after": 0.06, "held_out_problems": 64}),
+    "cut off": (CPUS, {"cut_off_last": 0.94}),
+    "a teacher alone": (
+        CPUS,
+        {"reward_last": None, "teacher_kl_first": 0.01234, "teacher_kl_last": 0.001},
+    ),
     "tools": (CPUS, {"inserted_tokens": 23456}),
     "low overlap": (CPUS, {"overlap": 0.2}),
     "more GPUs for inference": (GPUS, {"infer_seconds": 47.0, "train_seconds": 20.0}),

@@ -62,6 +62,9 @@ def checked(*conditions, **settings):
         ("tools/calls > 1", {}, "needs rollout.environment or rollout.tools"),
         ("logged/steps > 1", {}, "needs a reward function of your own"),
         ("rewards/math/mean > 1", {}, "did you mean rewards/score/mean?"),
+        ("mean_reward > 1", {}, "did you mean reward?"),
+        ("critic/rewards/mean > 1", {}, "did you mean reward?"),
+        ("objective/kl > 1", {}, "did you mean kl?"),
         ("steps > 1", {"reward.functions": ["mine.py:f"]}, "logged/NAME"),
         (
             "reward > 1",

@@ -75,6 +75,7 @@ UNSLOTH = {
     "finetune_vision_layers": "model.vision",
 }
 MS_SWIFT = {
+    "quantization_bit": NOTHING,
     "tuner_type": "model.lora.rank",
     "rlhf_type": "easyrl grpo",
     "val_dataset": "eval.dataset",
@@ -130,8 +131,16 @@ def test_a_word_of_another_trainer_is_answered(name):
     assert WORDS[name] in key_hint(name, "=VALUE")  # of an option, `--NAME`
 
 
-@pytest.mark.parametrize("tracker", ["tensorboard", "wandb", "trackio"])
-def test_the_answer_has_the_value_that_was_typed(tracker):
-    result = easyrl("grpo", f"report_to={tracker}")
-    assert f"output.log_to=[{tracker}]" in result.output
-    assert load_config(words=[f"output.log_to=[{tracker}]"]).output.log_to == [tracker]
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("report_to=tensorboard", ["tensorboard"]),
+        ("report_to=wandb", ["wandb"]),
+        ("report_to=[wandb, trackio]", ["wandb", "trackio"]),
+        ("trainer.logger=[console, wandb]", ["wandb"]),
+    ],
+)
+def test_the_answer_has_the_trackers_that_were_typed(word, expected):
+    result = easyrl("grpo", word)
+    assert f"output.log_to=[{', '.join(expected)}]" in result.output
+    assert load_config(words=[f"output.log_to={expected}"]).output.log_to == expected

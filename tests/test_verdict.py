@@ -57,7 +57,13 @@ def test_a_limit_that_nearly_all_completions_reach_is_the_first_cause():
 
 def test_a_teacher_trains_without_rewards():
     config = load_config(words=["algorithm.teacher=tiny", "reward.functions=none"])
-    assert nothing_learned([{**EQUAL, "grad_norm": 0.1}], resolve(config)) is None
+    spec = resolve(config)
+    assert nothing_learned([{**EQUAL, "grad_norm": 0.1}], spec) is None
+    found = nothing_learned([EQUAL], spec)
+    assert found is not None and found.reason.startswith("the teacher gave no gradient")
+    assert "algorithm.teacher" in found.causes[0]
+    summary = {"reward_first": None, "teacher_kl_first": 0.0123, "teacher_kl_last": 0.001}
+    assert sentence(summary) == "KL divergence from the teacher 0.0123 to 0.001"
 
 
 @pytest.mark.parametrize(

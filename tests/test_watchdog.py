@@ -141,3 +141,11 @@ def test_three_iterations_at_an_extreme_are_explained(change, cause):
     assert not warning(change, change) and not warning(change, {}, change)
     skipped = {**change, "reward": None, "frac_reward_zero_std": None}
     assert not warning(skipped, change, change)
+
+
+def test_a_teacher_alone_gets_the_warnings_that_need_no_rewards():
+    without = {"reward": None, "frac_reward_zero_std": None}
+    assert not warning(without, without, without)
+    cut_off = {**without, "completions/clipped_ratio": 1.0}
+    text = warning(cut_off, cut_off, cut_off)
+    assert "rollout.max_completion_length" in text and "reward" not in text

@@ -92,7 +92,11 @@ def grpo(
         with redirect_stdout(sys.stderr):  # what the user's loss prints
             plan = make_plan(resolved, assumed, is_resumed=resume is not None)
         _print_plan(plan, resolved, config, is_resumed=resume is not None, full=full)
-        return 0 if plan.would_start else common.USER_ERROR
+        if plan.would_start:
+            return 0
+        # The first lines of a plan have left the screen, or are in a file.
+        common.echo(f"easyrl: {plan.verdict}", err=True)
+        return common.USER_ERROR
 
     from easyrl.observe.observers import make_observers
     from easyrl.runtime.run import run

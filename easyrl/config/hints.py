@@ -5,6 +5,7 @@ import re
 from collections.abc import Collection, Iterable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 CLOSE = 0.75
 """Similarity, from 0 to 1, from which a name is suggested."""
@@ -14,14 +15,14 @@ INSTEAD = {
     ("algorithm.loss_type", "drgrpo"): "algorithm.loss_type=dr_grpo",
     ("algorithm.scale_rewards", "false"): "algorithm.scale_rewards=none",
     ("model.lora.target_modules", "all-linear"): "model.lora.target_modules=null",
-    ("report_to", "tensorboard"): "output.log_to=[tensorboard]",
-    ("report_to", "wandb"): "output.log_to=[wandb]",
-    ("report_to", "trackio"): "output.log_to=[trackio]",
     ("report_to", "none"): "output.log_to=[]",
     ("save_strategy", "no"): "train.keep_checkpoints=0",
     ("save_strategy", "best"): "train.eval_every=5",
 }
 """(key or another tool's name, value that it does not take) -> the word that does what is meant."""
+TRACKERS = ("tensorboard", "wandb", "trackio")
+NAMES_FOR_TRACKERS = ("report_to", "logger")
+"""TRL's and verl's names of the setting that takes trackers."""
 
 
 @cache
@@ -42,6 +43,17 @@ def names_of_others() -> dict[str, str]:
     for unspecific in ("name", "path", ""):
         del found[unspecific]
     return found
+
+
+def word_for(name: str, value: Any) -> str:
+    """Return the word that does what is meant by a key (or another tool's name) with this value, as
+    `output.log_to=[wandb]` for `report_to=wandb`; empty if none is known."""
+    if name in NAMES_FOR_TRACKERS:
+        given = value if isinstance(value, list) else [value]
+        trackers = [each for each in given if each in TRACKERS]
+        if trackers:
+            return f"output.log_to=[{', '.join(trackers)}]"
+    return INSTEAD.get((name, str(value).lower()), "")
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:

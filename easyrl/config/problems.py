@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from easyrl.config.hints import INSTEAD, names_of_others, similar_names
+from easyrl.config.hints import names_of_others, similar_names, word_for
 from easyrl.config.printing import on_one_line
 from easyrl.config.schema import KEYS, SECTIONS
 from easyrl.formatting import ConfigError
@@ -31,7 +31,7 @@ def _problem(details: Mapping[str, Any]) -> str:
         message = f"expected keys of this section, as in {first_key}=..."
     value = details["input"]
     given = json.dumps(value, ensure_ascii=False, default=str)
-    instead = INSTEAD.get((name, str(value).lower()))
+    instead = word_for(name, value)
     advice = f"; use {instead}" if instead else ""
     return f"{name}: {message}, got {given}{advice}"
 
@@ -46,8 +46,8 @@ def _unknown(name: str, value: Any) -> str:
     while isinstance(value, dict) and len(value) == 1:  # name the key in an unknown section
         ((key, value),) = value.items()
         name += f".{key}"
-    instead = INSTEAD.get((name.rpartition(".")[2], str(value).lower()))
-    if instead is not None:
+    instead = word_for(name.rpartition(".")[2], value)
+    if instead:
         return f"{name}: unknown setting; in EasyRL: {instead}"
     return f"{name}: unknown setting; {key_hint(name)}"
 

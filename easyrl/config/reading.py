@@ -172,8 +172,11 @@ def _read_word(word: str) -> _Setting:
     name = name.strip()
     if not equals:
         key = name if name in KEYS else "section.key"
-        is_file = word.endswith((".yaml", ".yml"))
-        hint = f"--config {word}" if is_file else "quote texts with spaces"
+        hint = "quote texts with spaces"
+        if word.endswith((".yaml", ".yml")):
+            hint = f"--config {word}"
+        elif word.endswith((".jsonl", ".json", ".csv", ".parquet")):
+            hint = f"--dataset {word}, once for each data set"
         raise ConfigError(f"'{word}': expected {key}=value ({hint})")
     if _is_plain_text(name, text):
         is_prompt = name.startswith(("data.", "algorithm.teacher_prompt"))

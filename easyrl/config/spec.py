@@ -108,6 +108,12 @@ class RewardSpec:
     trust_remote_code: bool
     is_deterministic: bool
 
+    @property
+    def scores_nothing(self) -> bool:
+        """Whether no reward exists: the teacher is the only signal, and the data has no reward of
+        its own that held-out problems could be scored by."""
+        return self.functions == ("none",)
+
 
 @dataclass(frozen=True, slots=True)
 class EpisodeSpec:

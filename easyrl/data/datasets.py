@@ -199,7 +199,10 @@ def _files_of(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     if not path.is_dir():
-        raise ConfigError(f"{KEY}: there is no file '{path}'{similar_file(path)}")
+        about = similar_file(path)
+        if "," in path.name:
+            about = "; of several data sets each has its own --dataset"
+        raise ConfigError(f"{KEY}: there is no file '{path}'{about}")
     visible = sorted(path.glob("[!._]*"))
     found = [each for each in visible if FILE.search(each.name)]
     of_split: dict[str, list[Path]] = {}

@@ -16,7 +16,7 @@ from easyrl.config import ConfigError
 from easyrl.config.model import LoraConfig
 from easyrl.data.hub import is_hub_id, resolve_model
 from easyrl.model.files import fingerprint
-from easyrl.model.weight_files import read_json, stored_weights
+from easyrl.model.weight_files import read_header, read_json
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -82,12 +82,16 @@ class AdapterFiles(NamedTuple):
 
 def read_adapter(folder: Path) -> AdapterFiles:
     """Read an adapter's configuration and the header of its weights. Raises ConfigError."""
+    from safetensors import SafetensorError
+
     config = read_json(folder / ADAPTER_CONFIG)
     try:
-        with (folder / ADAPTER_WEIGHTS).open("rb") as content:
-            shapes = {weight.name: weight.shape for weight in stored_weights(content)}
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{KEY}: '{folder}' has no readable {ADAPTER_WEIGHTS}: {error}") from None
+        shapes = {weight.name: weight.shape for weight in read_header(folder / ADAPTER_WEIGHTS)}
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(
+            f"{KEY}: expected a complete {ADAPTER_WEIGHTS} in '{folder}', got {error}; download or "
+            "save the adapter again"
+        ) from None
     layers: dict[str, LayerShape] = {}
     others: list[str] = []
     for name, shape in shapes.items():

@@ -35,6 +35,7 @@ from easyrl.model.adapter_files import (
     read_adapter,
 )
 from easyrl.model.checkpoint_files import STATE, UNFINISHED, Checkpoint, find_checkpoint
+from easyrl.model.weight_files import read_json
 
 TRUST = "model.trust_remote_code"  # never taken from the files of a run, which may be another's
 ADAPTER = "adapter"  # name of the adapter's folder beside a LoRA run's `model/`
@@ -305,17 +306,28 @@ def run_of(path: str) -> Config | None:
 
 
 def _adapter(folder: Path, base: str | None) -> ModelSource:
-    try:
-        base = base or json.loads((folder / ADAPTER_CONFIG).read_text())["base_model_name_or_path"]
-        if not base:
-            raise ValueError("its configuration names none")
-        files.read_model_files(base)
-        (folder / ADAPTER_WEIGHTS).stat()
-    except (OSError, ValueError, KeyError) as error:
+    config = read_json(folder / ADAPTER_CONFIG)
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        raise ConfigError(f"{KEY}: the adapter '{folder}' has no {ADAPTER_WEIGHTS}")
+    further = (
+        f"easyrl grpo --model MODEL model.lora.adapter={folder} model.lora.rank={config.get('r')}"
+    )
+    advice = (
+        f"name the model ({further}; easyrl eval --base MODEL), write its path into "
+        f"{ADAPTER_CONFIG}, or use the model/ folder of the adapter's run"
+    )
+    base = base or config.get("base_model_name_or_path")
+    if not base:
         raise ConfigError(
-            f"{KEY}: the adapter '{folder}' needs its weights and the model that it was trained "
-            f"on; name this model (easyrl grpo --model MODEL model.lora.adapter={folder}, easyrl "
-            f"eval --base MODEL), or use the model/ folder of its run\n{error}"
+            f"{KEY}: the adapter '{folder}' does not name the model that it was trained on "
+            f"(base_model_name_or_path in {ADAPTER_CONFIG}); {advice}"
+        )
+    try:
+        files.read_model_files(base)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{KEY}: '{base}', on which the adapter '{folder}' was trained, cannot be read; "
+            f"{advice}\n{error}"
         ) from None
     tokenizer = str(folder) if files.tokenizer_content(folder) else ""
     return ModelSource("adapter", str(folder), base, tokenizer)

@@ -55,7 +55,7 @@ def weight_files(folder: Path) -> list[Path]:
 def read_headers(folder: Path, *, is_whole: bool) -> dict[str, StoredWeight]:
     """Return the weights in the safetensors files of a folder by their names; empty if there are no
     such files. Unless `is_whole`, files may be missing. Raises ConfigError for incomplete ones."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
 
     files = weight_files(folder)
     if not is_whole and not all(file.is_file() for file in files):
@@ -63,10 +63,7 @@ def read_headers(folder: Path, *, is_whole: bool) -> dict[str, StoredWeight]:
     weights: dict[str, StoredWeight] = {}
     for file in files:
         try:
-            with safe_open(file, framework="numpy"):  # checks the file's length
-                pass
-            with file.open("rb") as content:
-                found = stored_weights(content)
+            found = read_header(file)
         except (SafetensorError, OSError) as error:
             raise ConfigError(
                 f"{KEY}: '{file}' is not a complete safetensors file: {error}; download or save "
@@ -74,6 +71,17 @@ def read_headers(folder: Path, *, is_whole: bool) -> dict[str, StoredWeight]:
             ) from None
         weights |= {weight.name: weight for weight in found}
     return weights
+
+
+def read_header(file: Path) -> list[StoredWeight]:
+    """Return the weights of a safetensors file. Raises SafetensorError if it is not complete (cut
+    off, or a pointer of Git LFS), OSError if it cannot be read."""
+    from safetensors import safe_open
+
+    with safe_open(file, framework="numpy"):  # checks the header and the file's length
+        pass
+    with file.open("rb") as content:
+        return stored_weights(content)
 
 
 def stored_weights(content: BinaryIO) -> list[StoredWeight]:

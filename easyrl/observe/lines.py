@@ -35,6 +35,8 @@ IMBALANCE = 0.25
 """If the busy shares of the two sides differ by more than this, both are shown."""
 SAME_REWARD = 1e-5
 """A mean reward that differs less from the accuracy is equal to it: rewards are sums in float32."""
+MANY_CUT_OFF = 0.5
+"""From this share of completions on that reach the limit, it is shown."""
 ROWS_OF_SPEED = ("tokens/s", "overlap", "balance")
 """Results that are left out where nothing was learned: the reason is more important."""
 Row = tuple[str, str]  # name and value, of a table
@@ -97,15 +99,17 @@ class PlainLines:
     def _report_iteration(self, metrics: Mapping[str, Any]) -> None:
         number = metrics["iteration"]
         total = self._run.spec.schedule.iterations
-        reward = shown(metrics["reward"], ".3f")
-        no_spread = shown(metrics.get("frac_reward_zero_std"), ".0%")
         length = metrics["completions/mean_length"]
-        parts = [
-            f"iteration {number}/{total}",
-            f"reward {reward}",
-            f"no spread {no_spread}",
-            f"length {length:.1f}",
-        ]
+        parts = [f"iteration {number}/{total}"]
+        if not self._run.spec.rewards.scores_nothing:
+            reward = shown(metrics["reward"], ".3f")
+            no_spread = shown(metrics.get("frac_reward_zero_std"), ".0%")
+            parts.append(f"reward {reward}")
+            parts.append(f"no spread {no_spread}")
+        parts.append(f"length {length:.1f}")
+        cut_off = metrics.get("completions/clipped_ratio")
+        if cut_off is not None and cut_off >= MANY_CUT_OFF:
+            parts.append(f"cut off {cut_off:.0%}")
         num_inserted = metrics.get("completions/mean_inserted_length")
         if num_inserted is not None:
             parts.append(f"inserted {num_inserted:.1f}")
@@ -225,6 +229,14 @@ def result_rows(
         yield from _accuracy_rows(summary, spec.sampling)
     if summary["reward_last"] is not None:
         yield from _reward_rows(summary)
+    if summary.get("teacher_kl_last") is not None:  # older versions lack it
+        kls = [summary["teacher_kl_first"], summary["teacher_kl_last"]]
+        yield "teacher KL", f"{_change(kls, '.4f')} ({_ends_of(summary)})"
+    cut_off = summary.get("cut_off_last")  # older versions lack it
+    if cut_off is not None and cut_off >= MANY_CUT_OFF and not summary.get("nothing_learned"):
+        limit = spec.limits.max_completion_length
+        text = f"{cut_off:.0%} of the last completions, after {limit} tokens"
+        yield "cut off", f"{text}; a higher rollout.max_completion_length may let them end"
     yield from _token_rows(summary)
     if summary.get("iteration_seconds", 0.0) > 0:
         yield from _balance_rows(summary, spec.schedule.schedule, devices)
@@ -275,10 +287,7 @@ def _accuracy_rows(summary: Mapping[str, Any], sampling: SamplingChoice) -> Iter
 def _reward_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
     """The reward at the start and at the end; of several reward functions each one's, too."""
     change = _change([summary["reward_first"], summary["reward_last"]])
-    of_what = "first and last iteration"
-    if summary["iterations"] >= 2 * LAST_ITERATIONS:
-        of_what = f"means of the first and last {LAST_ITERATIONS} iterations"
-    yield "reward", f"{change} ({of_what})"
+    yield "reward", f"{change} ({_ends_of(summary)})"
     functions = summary.get("rewards", {})  # older versions lack it
     if len(functions) > 1:
         for name, ends in functions.items():
@@ -286,9 +295,16 @@ def _reward_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
             yield f"  {short_name}", _change(ends)
 
 
-def _change(values: Iterable[float | None]) -> str:
+def _ends_of(summary: Mapping[str, Any]) -> str:
+    """Say which iterations the summary's first and last values are means of."""
+    if summary["iterations"] >= 2 * LAST_ITERATIONS:
+        return f"means of the first and last {LAST_ITERATIONS} iterations"
+    return "first and last iteration"
+
+
+def _change(values: Iterable[float | None], number_format: str = ".3f") -> str:
     """Return `0.250 → 0.500`."""
-    texts = [shown(value, ".3f") for value in values]
+    texts = [shown(value, number_format) for value in values]
     return " → ".join(texts)
 
 

@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from textwrap import wrap
@@ -224,7 +224,7 @@ def render(state: RunState, now: float, width: int, height: int) -> RenderableTy
         about = f"\nrun folder {state.run.folder}\n{state.run.description}"
         lines.append(Text(safe(about), style="dim"))
     elif num_left >= MIN_SAMPLE_LINES:
-        lines += _samples(state.sampled, width, num_left)
+        lines += _samples(state, width, num_left)
     return Layout(Group(*lines))  # cut off at the height
 
 
@@ -367,11 +367,21 @@ def _lane(
     return lane
 
 
+def _has_rewards(state: RunState) -> bool:
+    return state.run is None or not state.run.spec.rewards.scores_nothing
+
+
 def _rewards(state: RunState, width: int) -> Text:
-    """Draw the rewards of all iterations, and the held-out accuracies."""
-    rewards = [line["reward"] for line in state.lines.values()]
-    newest = shown(rewards[-1], ".3f")
-    text = f"reward {newest} "
+    """Draw the rewards of all iterations (without any, how far the teacher is), and the held-out
+    accuracies."""
+    if _has_rewards(state):
+        values = [line["reward"] for line in state.lines.values()]
+        newest = shown(values[-1], ".3f")
+        text = f"reward {newest} "
+    else:
+        values = [line.get("teacher/kl") for line in state.lines.values()]
+        newest = shown(values[-1], ".4f")
+        text = f"teacher KL {newest} "
     accuracies = list(state.accuracies.values())
     accuracy = ""
     if accuracies:
@@ -381,7 +391,7 @@ def _rewards(state: RunState, width: int) -> Text:
         bars = _bars(accuracies, width // 5)
         last = shown(accuracies[-1], ".3f")
         accuracy += f" {bars} {last}"
-    bars = _bars(rewards, width - len(text) - len(accuracy))
+    bars = _bars(values, width - len(text) - len(accuracy))
     return _line((text, "bold"), (bars, "blue"), (accuracy, "bold"))
 
 
@@ -415,7 +425,8 @@ def _figures(state: RunState, width: int) -> list[Text]:
     figures = {}
     for name, (key, spec) in FIGURES.items():
         value = metrics.get(key)
-        if value is not None:
+        is_drawn_above = key == "teacher/kl" and not _has_rewards(state)
+        if value is not None and not is_drawn_above:
             figures[name] = shown(value, spec)
     for key, value in metrics.items():
         function = function_of(key)
@@ -432,15 +443,17 @@ def _figures(state: RunState, width: int) -> list[Text]:
     return lines
 
 
-def _samples(groups: Iterable[events.GroupScored], width: int, height: int) -> list[RenderableType]:
+def _samples(state: RunState, width: int, height: int) -> list[RenderableType]:
     """Draw a completion of each of the newest groups below its prompt, as many as fit."""
     lines: list[RenderableType] = []
-    for group in groups:
+    for group in state.sampled:
         sample = group.shown
         assert sample is not None
-        reward = shown(sample.reward, ".3g")
-        mean = shown(fmean(group.rewards), ".3g")
-        title = f"iteration {group.iteration}, reward {reward} (mean of the group {mean})"
+        title = f"iteration {group.iteration}"
+        if _has_rewards(state):
+            reward = shown(sample.reward, ".3g")
+            mean = shown(fmean(group.rewards), ".3g")
+            title += f", reward {reward} (mean of the group {mean})"
         branches = sample.episode.get("branches")
         if branches:
             title += f", branches: {len(branches)}"

@@ -54,7 +54,10 @@ def check_given(rewards: RewardSpec) -> None:
     """Raise ConfigError if neither the config nor a preset names a reward function."""
     if not rewards.functions:
         names = ", ".join(rewards.datasets)
-        raise ConfigError(f"{KEY}: expected {FORMS}, got none; {names} has no default")
+        raise ConfigError(
+            f"{KEY}: expected {FORMS}, but it is not set and {names} has no reward of its own; "
+            "with algorithm.teacher as the only signal: --reward none"
+        )
 
 
 def check_rewards(rewards: RewardSpec, example: Prompt, specs: Sequence[str] | None = None) -> None:

@@ -69,7 +69,7 @@ def iteration_metrics(
     return {
         "iteration": trained.iteration + 1,
         "policy_version": trained.policy_version,
-        **_reward_metrics(groups, rewards.names),
+        **_reward_metrics(groups, rewards),
         "groups_skipped": totals.skipped,
         "groups_replaced": totals.replaced,
         "groups_not_replaced": totals.not_replaced,
@@ -167,12 +167,10 @@ def judge_counts(reports: Iterable[events.GroupScored | events.PromptEvaluated])
     return counts
 
 
-def _reward_metrics(
-    groups: Sequence[events.GroupScored], reward_names: Sequence[str]
-) -> dict[str, float]:
+def _reward_metrics(groups: Sequence[events.GroupScored], spec: RewardSpec) -> dict[str, float]:
     """Reward metrics of the groups that have rewards; NaN if there are none."""
     scored = [group for group in groups if not group.is_skipped]
-    if not scored:
+    if not scored or spec.scores_nothing:
         return dict.fromkeys(("reward", "reward_std", "frac_reward_zero_std"), math.nan)
     rewards = np.array([group.rewards for group in scored])  # [N, G]
     is_equal_to_first = rewards == rewards[:, :1]
@@ -181,7 +179,7 @@ def _reward_metrics(
         "reward_std": float(rewards.std(axis=1, ddof=1).mean()),
         "frac_reward_zero_std": float(is_equal_to_first.all(axis=1).mean()),
     }
-    for number, name in enumerate(reward_names):
+    for number, name in enumerate(spec.names):
         of_groups = [group.rewards_by_function[number] for group in scored]
         scores = np.array(of_groups, dtype=np.float64)  # [N, G], NaN: it did not apply
         count = np.count_nonzero(~np.isnan(scores))
@@ -207,6 +205,8 @@ def summarize(
     num_averaged = LAST_ITERATIONS if schedule.iterations >= 2 * LAST_ITERATIONS else 1
     rewards = {name: ends(lines, f"rewards/{name}/mean", num_averaged) for name in reward_names}
     reward_first, reward_last = ends(lines, "reward", num_averaged)
+    teacher_kl_first, teacher_kl_last = ends(lines, "teacher/kl", num_averaged)
+    _, cut_off_last = ends(lines, "completions/clipped_ratio", num_averaged)
     newest: Mapping[str, Any] = lines[-1] if lines else {}  # all lines may have been lost
     tokens = trained_tokens(newest)
     seconds = total("perf/iteration_seconds")
@@ -219,6 +219,9 @@ def summarize(
         "reward_first": reward_first,
         "reward_last": reward_last,
         "rewards": rewards,
+        "teacher_kl_first": teacher_kl_first,  # None: without a teacher
+        "teacher_kl_last": teacher_kl_last,
+        "cut_off_last": cut_off_last,
         "tokens_per_second_per_device": tokens_per_second / num_devices,
         "accuracy_before": state.accuracy_before,
         "error_before": state.error_before,
@@ -272,9 +275,13 @@ def no_learning_warning(
 ) -> str:
     """Explain what keeps a run from learning, by its metrics; empty if nothing does."""
     newest = lines[-NO_LEARNING_ITERATIONS:]
-    if len(values_of(newest, "reward")) < NO_LEARNING_ITERATIONS:  # None: all were skipped
+    if len(newest) < NO_LEARNING_ITERATIONS:
         return ""
-    alike = min(values_of(newest, "frac_reward_zero_std"))
+    rewards = values_of(newest, "reward")
+    if 0 < len(rewards) < NO_LEARNING_ITERATIONS:  # in some iterations all groups were skipped
+        return ""
+    has_rewards = bool(rewards)  # False with a teacher alone
+    alike = min(values_of(newest, "frac_reward_zero_std"), default=0.0)
     cut_off = min(values_of(newest, "completions/clipped_ratio"))
     length = max(values_of(newest, "completions/mean_length"))
     found = []
@@ -284,7 +291,7 @@ def no_learning_warning(
         found.append(f"{cut_off:.0%} of the completions are cut off after {limit} tokens")
         causes.append("rollout.max_completion_length is too low")
         causes.append("the model does not end its answers (data.chat, rollout.stop)")
-    if alike >= EXTREME_SHARE and not batches.keeps_zero_advantages:
+    if has_rewards and alike >= EXTREME_SHARE and not batches.keeps_zero_advantages:
         found.append(f"the rewards of a group are equal in {alike:.0%} of the groups")
         causes.append("the problems are too easy or too hard for the model")
         causes.append("the reward does not find the answers (their form, the data's columns)")
@@ -296,9 +303,10 @@ def no_learning_warning(
         return ""
     first = newest[0]["iteration"]
     last = newest[-1]["iteration"]
+    about_reward = f" (reward {rewards[-1]:.3f})" if has_rewards else ""
     return (
         f"warning: the run may learn nothing: in iterations {first} to {last} "
-        f"{', and '.join(found)} (reward {newest[-1]['reward']:.3f})\n"
+        f"{', and '.join(found)}{about_reward}\n"
         f"likely causes: {'; '.join(causes)}\n"
         f"to see the completions: easyrl samples {quote(str(folder))} --iteration {last}"
     )

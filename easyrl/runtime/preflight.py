@@ -201,7 +201,12 @@ def _find_held_out(config: Config, spec: RunSpec, prompts: PromptStream) -> Held
             f"'{other.data.options.shown}'"
         )
     first = next(iter(problems.values()))
-    warnings = try_rewards(spec.rewards, first)
+    warnings = [*try_rewards(spec.rewards, first)]
+    if spec.rewards.scores_nothing:
+        warnings.append(
+            "warning: eval.dataset: no reward scores its problems, so that their accuracy is 0 "
+            "(--reward none); measure the trained model: easyrl eval --model RUN --reward NAME"
+        )
     return HeldOut(problems, other, warnings, is_checked=False)
 
 

@@ -67,7 +67,8 @@ def metric_names(spec: RunSpec) -> dict[str, str]:
     has_correction = spec.loss.correction != "none"
     add(OF_CORRECTION, "algorithm.importance_sampling_correction", is_there=has_correction)
     add(OF_TEACHER, "algorithm.teacher", is_there=spec.teacher is not None)
-    add(OF_EVALUATION, "train.eval_every over 0", is_there=spec.schedule.eval_every > 0)
+    evaluations = "train.eval_every over 0 and held-out problems (a preset's, or eval.dataset)"
+    add(OF_EVALUATION, evaluations, is_there=spec.schedule.eval_every > 0)
     has_turns = acts in ("environment", "tools")
     add(OF_TURNS, "rollout.environment or rollout.tools", is_there=has_turns)
     add(OF_AGENT, "rollout.agent", is_there=acts == "agent")

@@ -22,6 +22,11 @@ CAUSES_OF_DROPPED_UPDATES = (
     "the loss or a reward divides by 0",
     "the weights of the model that was loaded are not finite",
 )
+CAUSES_OF_AN_IDLE_TEACHER = (
+    "the teacher is the policy's own model (algorithm.teacher): there is nothing to learn from it",
+    "the learning rate is 0 (train.learning_rate)",
+    "a loss of your own that does not use the teacher (algorithm.loss_type)",
+)
 CAUSES_OF_UNCHANGED_WEIGHTS = (
     "train.learning_rate is 0",
     "a loss of your own that does not depend on the log-probabilities (algorithm.loss_type)",
@@ -43,7 +48,7 @@ def nothing_learned(lines: Sequence[Mapping[str, Any]], spec: RunSpec) -> Nothin
         return None
     updates = spec.schedule.updates_per_iteration
     is_unchanged = all(_leaves_weights(line, updates) for line in lines)
-    if _all_rewards_equal(lines):
+    if not spec.rewards.is_none and _all_rewards_equal(lines):
         reason = _describe_equal_rewards(lines)
         if is_unchanged:
             reason += ", so no group had a gradient and the weights are unchanged"
@@ -51,12 +56,18 @@ def nothing_learned(lines: Sequence[Mapping[str, Any]], spec: RunSpec) -> Nothin
         if spec.teacher is None:  # another term of the loss has trained
             reason += ", so no group had a gradient from its rewards"
             return NothingLearned(reason, _causes_of_equal_rewards(lines, spec))
-    if not is_unchanged:
-        return None
+    return _explain_unchanged(lines, spec) if is_unchanged else None
+
+
+def _explain_unchanged(lines: Sequence[Mapping[str, Any]], spec: RunSpec) -> NothingLearned:
+    """Return why no update has changed a weight, where the rewards are not the reason."""
     num_dropped = sum(values_of(lines, "num_updates_not_finite"))
-    if num_dropped == updates * len(lines):
+    if num_dropped == spec.schedule.updates_per_iteration * len(lines):
         reason = "no update was finite, so that all were dropped: the weights are unchanged"
         return NothingLearned(reason, CAUSES_OF_DROPPED_UPDATES)
+    if spec.rewards.is_none:
+        reason = "the teacher gave no gradient, so the weights are unchanged"
+        return NothingLearned(reason, CAUSES_OF_AN_IDLE_TEACHER)
     return NothingLearned("the weights are unchanged", CAUSES_OF_UNCHANGED_WEIGHTS)
 
 
@@ -138,5 +149,14 @@ def sentence(summary: Mapping[str, Any]) -> str:
     first = summary.get("reward_first")
     last = summary.get("reward_last")
     if first is None or last is None:
-        return "no reward so far"
+        return _sentence_on_teacher(summary) or "no reward so far"
     return f"reward {first:.3g} to {last:.3g} on the problems that were trained"
+
+
+def _sentence_on_teacher(summary: Mapping[str, Any]) -> str:
+    """Say how far the policy is from its teacher; empty without one."""
+    first = summary.get("teacher_kl_first")
+    last = summary.get("teacher_kl_last")
+    if first is None or last is None:
+        return ""
+    return f"KL divergence from the teacher {first:.3g} to {last:.3g}"

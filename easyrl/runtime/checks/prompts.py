@@ -191,7 +191,7 @@ def describe_sources(spec: RunSpec) -> str:
     data = spec.data.options
     rewards = spec.rewards
     sources = _with_weights(data.datasets, data.weights or [], " + ")
-    scores = _with_weights(rewards.names, rewards.weights, ", ")
+    scores = _with_weights(rewards.names, rewards.weights, ", ") or "not set"
     if rewards.is_none:
         held_out = "" if scores == "none" else f" (held-out problems: {scores})"
         scores = f"none{held_out}"

@@ -1,5 +1,6 @@
 """Checks of `train.stop_when`: that its metrics exist, and appear in this run."""
 
+import re
 from collections.abc import Iterable, Sequence
 
 from easyrl.config import ConfigError
@@ -37,20 +38,29 @@ def check_stop_when(spec: RunSpec) -> Sequence[str]:
 
 
 def _similar(name: str, names: Iterable[str]) -> list[str]:
-    """Return the names that are similar as a whole, or in their last part: if possible one that
-    begins alike, as `rewards/score/mean` for `rewards/math/mean`."""
+    """Return the names that may be meant, by the first of these rules that finds any: similar as a
+    whole; in the last part, of those that begin alike (`rewards/score/mean` for
+    `rewards/math/mean`); made of words of `name` (`reward` for `mean_reward`); in the last part."""
     whole = similar_names(name, [*names])
     if whole:
         return whole
-    first, _, last = name.rpartition("/")
-    group = first.partition("/")[0]
+    group = name.partition("/")[0]
     alike = [each for each in names if each.startswith(f"{group}/")]
-    for chosen in (alike, names):
-        by_last_part = {each.rpartition("/")[2]: each for each in chosen}
-        parts = similar_names(last, [*by_last_part])
-        if parts:
-            return [by_last_part[part] for part in parts]
-    return []
+    words = _words_of(name)
+    made_of_them = [each for each in names if _words_of(each) <= words]
+    longest = sorted(made_of_them, key=len, reverse=True)[:1]
+    return _similar_in_last_part(name, alike) or longest or _similar_in_last_part(name, names)
+
+
+def _words_of(name: str) -> set[str]:
+    """Return the words of a metric's name, without the ending of plurals."""
+    return {word.removesuffix("s") for word in re.split("[/_]", name)}
+
+
+def _similar_in_last_part(name: str, names: Iterable[str]) -> list[str]:
+    by_last_part = {each.rpartition("/")[2]: each for each in names}
+    last_part = name.rpartition("/")[2]
+    return [by_last_part[part] for part in similar_names(last_part, [*by_last_part])]
 
 
 def _check_metric(spec: RunSpec, condition: StopCondition) -> None:
