@@ -100,6 +100,7 @@ test-vllm-long: $(VLLM_VENV)/installed $(VLLM_VENV)/torchvision
 	$(VLLM_VENV)/bin/python -m pytest tests/test_vllm*.py -m 'vllm and long' --durations=5
 	$(WITH_TORCHVISION) -m pytest tests/test_vllm.py -m 'vllm and long' -k multimodal
 	$(WITH_TORCHVISION) -m pytest tests/test_vllm_pictures.py -m 'vllm and long' --durations=5
+	$(WITH_TORCHVISION) -m pytest tests/test_pictures_runs.py -m long -k lfm2_vl
 
 test-long: $(VENV)/real-installed
 	$(BIN)/python -m pytest -m 'long and not gpu_compile and not pretended and not real and not agents'

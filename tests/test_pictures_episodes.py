@@ -29,6 +29,7 @@ from runs import ALL_SAMPLES, both_schedules, finish, lines_of, succeed, summary
 from vision_processors import (
     FAMILIES,
     NEEDS_TORCHVISION,
+    has_torchvision,
     processor_folder,
     write_model_with_processor,
 )
@@ -52,14 +53,6 @@ def files(tmp_path_factory):
         Image.fromarray(pixels).save(folder / f"{number}.png")
         found.append(read_picture(folder / f"{number}.png"))
     return found
-
-
-def has_torchvision():
-    try:
-        import torchvision  # noqa: F401
-    except (ImportError, RuntimeError):
-        return False
-    return True
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -12,8 +12,17 @@ from easyrl.data.pictures import read_picture
 from easyrl.model.loading import PictureInput, load_policy
 from easyrl.model.processor import load_processor
 from multimodal_models import same_bits, stored
-from runs import easyrl, finish, finish_after, succeed, summary_of
-from vision_processors import write_model_with_processor
+from runs import (
+    assert_on_policy,
+    bits_of,
+    easyrl,
+    finish,
+    finish_after,
+    kill_worker,
+    succeed,
+    summary_of,
+)
+from vision_processors import NEEDS_TORCHVISION, has_torchvision, write_model_with_processor
 
 NUM_ROWS = 6
 SETTINGS = (
@@ -33,7 +42,7 @@ def mean_id(prompts, completions, completion_ids, image, **columns):
 def inputs(tmp_path_factory):
     """A folder with models, pictures, rows, of which one is of text, and a reward."""
     folder = tmp_path_factory.mktemp("inputs")
-    for family in ("qwen2_5_vl", "gemma3"):
+    for family in ("qwen2_5_vl", "gemma3", "qwen3_5"):
         write_model_with_processor(folder / family, family)
     (folder / "mine.py").write_text(REWARD)
     rows = []
@@ -109,6 +118,24 @@ def test_ranks_and_adapters_train_on_pictures(inputs, tmp_path):
         output = tmp_path / words[0].strip("-")
         succeed(*words_for(inputs, output, *words))
         assert summary_of(output)["policy_version"] == 3
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", pytest.param("lfm2_vl", marks=pytest.mark.long)])
+def test_schedules_and_a_lost_worker_change_no_bit_of_a_hybrid(inputs, tmp_path, family):
+    """Completions continue recurrent states that have read the picture."""
+    if family in NEEDS_TORCHVISION:
+        if not has_torchvision():
+            pytest.skip("its processor needs torchvision")
+        write_model_with_processor(inputs / family, family)
+    longer = ("data.max_prompt_length=100", "train.max_tokens_per_micro_batch=150")
+    sync, lost = tmp_path / "sync", tmp_path / "lost"
+    succeed(*words_for(inputs, sync, *longer, "--schedule", "sync", family=family))
+    assert_on_policy(sync)
+    words = words_for(inputs, lost, *longer, family=family)
+    code, _, error = finish_after("iteration 1/", kill_worker, *words, EASYRL_RANDOM_DELAYS="0.1")
+    assert (code, error) == (0, "")
+    assert summary_of(lost)["worker_restarts"] == 1
+    assert bits_of(lost) == bits_of(sync)
 
 
 @pytest.mark.parametrize(

@@ -46,9 +46,6 @@ def drawn(number, height=50, width=70):
 def model_folder(folder, family, monkeypatch):
     vision = FAMILIES[family]["config"]["vision_config"]
     monkeypatch.setitem(vision, "out_hidden_size", HEADS["hidden_size"])
-    monkeypatch.setitem(vision, "patch_size", 14)  # as its processor has it
-    if family == "qwen3_vl":
-        monkeypatch.setitem(vision, "deepstack_visual_indexes", [0, 1])
     write_model_with_processor(folder, family, **TEXT[family])
     return str(folder)
 

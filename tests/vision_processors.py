@@ -70,7 +70,13 @@ FAMILIES = {
         "processor": {"processor_class": "Qwen3VLProcessor"},
         "config": {
             "text_config": TEXT | {"rope_parameters": ROTARY},
-            "vision_config": BLOCKS | {"out_hidden_size": 32, "num_position_embeddings": 16},
+            "vision_config": BLOCKS
+            | {
+                "out_hidden_size": 32,
+                "num_position_embeddings": 16,
+                "patch_size": 14,
+                "deepstack_visual_indexes": [0, 1],
+            },
         },
     },
     "qwen3_5": {
@@ -80,7 +86,8 @@ FAMILIES = {
         "processor": {"processor_class": "Qwen3VLProcessor"},
         "config": {
             "text_config": TEXT | DELTA_RULE | {"rope_parameters": ROTARY},
-            "vision_config": BLOCKS | {"out_hidden_size": 32, "num_position_embeddings": 16},
+            "vision_config": BLOCKS
+            | {"out_hidden_size": 32, "num_position_embeddings": 16, "patch_size": 14},
         },
     },
     "smolvlm": {
@@ -212,8 +219,12 @@ FAMILIES = {
         },
         "processor": {"processor_class": "Lfm2VlProcessor"},
         "config": {
-            "text_config": {"model_type": "lfm2", **TEXT},
-            "vision_config": {"model_type": "siglip2_vision_model", **VISION},
+            "text_config": {
+                "model_type": "lfm2",
+                **TEXT,
+                "layer_types": ["conv", "full_attention"],
+            },
+            "vision_config": {"model_type": "siglip2_vision_model", **VISION, "patch_size": 4},
         },
     },
 }
@@ -221,6 +232,15 @@ NEEDS_TORCHVISION = ("mistral3", "lfm2_vl")
 """Families whose processor transformers has only with torchvision, also for pictures."""
 BACKEND_FREE = ("idefics3", "llava", "gemma3")
 """Families whose full processor loads without torchvision: it has no part for videos."""
+
+
+def has_torchvision():
+    """Whether torchvision can be imported: it must be built for the torch that is installed."""
+    try:
+        import torchvision  # noqa: F401
+    except (ImportError, RuntimeError):
+        return False
+    return True
 
 
 def processor_folder(folder, family):
