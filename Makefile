@@ -32,8 +32,8 @@ NEWEST_VENV := .venv-newest
 TORCH_LINKS ?= https://download.pytorch.org/whl/cpu/torch/
 BIN := $(VENV)/bin
 TORCHVISION := 0.28.0  # of the torch that vLLM's CPU build installs
-WITH_TORCHVISION := PYTHONPATH=tests/torchvision_operators:$(VLLM_VENV)/torchvision \
-  $(VLLM_VENV)/bin/python
+TORCHVISION_PATH := PYTHONPATH=tests/torchvision_operators:$(VLLM_VENV)/torchvision
+WITH_TORCHVISION := $(TORCHVISION_PATH) $(VLLM_VENV)/bin/python
 # Two test files run at a time, since most of them wait for processes; in the order of their names,
 # since the slowest have few tests and would come last. A process of tests that dies ends the run:
 # pytest-xdist 3.8 would replace it, and could wait for ever afterwards (its issues 1323 and 1327).
@@ -100,7 +100,6 @@ test-vllm-long: $(VLLM_VENV)/installed $(VLLM_VENV)/torchvision
 	$(VLLM_VENV)/bin/python -m pytest tests/test_vllm*.py -m 'vllm and long' --durations=5
 	$(WITH_TORCHVISION) -m pytest tests/test_vllm.py -m 'vllm and long' -k multimodal
 	$(WITH_TORCHVISION) -m pytest tests/test_vllm_pictures.py -m 'vllm and long' --durations=5
-	$(WITH_TORCHVISION) -m pytest tests/test_pictures_runs.py -m long -k lfm2_vl
 
 test-long: $(VENV)/real-installed
 	$(BIN)/python -m pytest -m 'long and not gpu_compile and not pretended and not real and not agents'
@@ -108,6 +107,7 @@ test-long: $(VENV)/real-installed
 	  tests/test_batches.py tests/test_ring_buffer.py
 	@$(MAKE) --no-print-directory test-gpu-compile test-pretended KIND=long
 	@$(MAKE) --no-print-directory test-vllm-long
+	$(TORCHVISION_PATH) $(BIN)/python -m pytest tests/test_pictures_runs.py -m long -k lfm2_vl
 
 $(VENV)/real-installed: $(VENV)/test-installed
 	@$(BIN)/python $(INSTALL) -c constraints.txt -e '.[test,real]'

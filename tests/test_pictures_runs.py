@@ -19,6 +19,7 @@ from runs import (
     finish,
     finish_after,
     kill_worker,
+    lines_of,
     succeed,
     summary_of,
 )
@@ -113,11 +114,36 @@ def test_a_trained_tower_learns_and_is_exported(inputs, tmp_path, family):
     assert largest <= 1e-4, "the engine and the trainer agree"
 
 
-def test_ranks_and_adapters_train_on_pictures(inputs, tmp_path):
-    for words in (("--train-devices", "cpu:2"), ("model.lora.rank=2", "model.vision=trained")):
-        output = tmp_path / words[0].strip("-")
-        succeed(*words_for(inputs, output, *words))
-        assert summary_of(output)["policy_version"] == 3
+@pytest.mark.parametrize("vision", ["frozen", pytest.param("trained", marks=pytest.mark.long)])
+def test_two_ranks_end_in_the_weights_of_one(inputs, run, tmp_path, vision):
+    one = run
+    setting = f"model.vision={vision}"
+    if vision == "trained":
+        one = tmp_path / "one"
+        succeed(*words_for(inputs, one, setting))
+    two = tmp_path / "two"
+    succeed(*words_for(inputs, two, setting, "--train-devices", "cpu:2"))
+    before, expected, got = (
+        stored(folder) for folder in (inputs / "qwen2_5_vl", one / "model", two / "model")
+    )
+    assert got.keys() == expected.keys()
+    for name, weight in expected.items():
+        if vision == "frozen" and "visual" in name:
+            assert same_bits(got[name], weight), name
+            continue
+        gap = float((got[name] - weight).norm() / weight.norm())
+        moved = float((before[name] - weight).norm() / weight.norm())
+        assert gap <= 1e-5 and gap < moved / 100, name
+    lines = zip(lines_of(two / "metrics.jsonl"), lines_of(one / "metrics.jsonl"), strict=True)
+    for metrics, others in lines:
+        for name in ("grad_norm", "entropy", "reward"):
+            assert metrics[name] == pytest.approx(others[name], rel=1e-4), name
+
+
+def test_adapters_train_on_pictures(inputs, tmp_path):
+    output = tmp_path / "run"
+    succeed(*words_for(inputs, output, "model.lora.rank=2", "model.vision=trained"))
+    assert summary_of(output)["policy_version"] == 3
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", pytest.param("lfm2_vl", marks=pytest.mark.long)])
