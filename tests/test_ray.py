@@ -34,6 +34,11 @@ FEATURES = {
     ),
     "agent": (*runs.GUESS, "--agent", f"{runs.AGENTS}:solve"),
     "hybrid": ("model.path=tiny-hybrid",),
+    "pictures": ("model.path=tiny-vision", "data.dataset=picture-sums"),
+    "trained tower": (
+        *("model.path=tiny-vision", "data.dataset=picture-sums", "model.vision=trained"),
+        *("train.updates_per_iteration=2", "data.max_image_bytes=20000"),
+    ),
 }
 SIZES = {"engines": (2, 1), "train-ranks": (1, 2)}  # engines, train ranks
 
