@@ -4,7 +4,6 @@ vLLM's classes with towers import torchvision, which `make test-vllm` puts besid
 """
 
 import io
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +16,8 @@ from easyrl.config import ConfigError
 from easyrl.engines.base import GroupRequest
 from easyrl.model.processor import load_processor
 from easyrl.types import Picture
-from runs import assert_on_policy, succeed, summary_of
+from multimodal_models import same_bits, stored
+from runs import assert_on_policy, easyrl, succeed, summary_of, write_rows
 from vision_processors import FAMILIES, write_model_with_processor
 
 pytest.importorskip("vllm", reason="needs vLLM: `make test-vllm` installs it and runs these")
@@ -140,17 +140,40 @@ SETTINGS = (
 )
 
 
-@pytest.mark.long
-def test_both_schedules_of_a_run_end_in_the_same_bits(tmp_path, monkeypatch):
-    folder = model_folder(tmp_path / "model", "qwen2_5_vl", monkeypatch)
+def words_for(tmp_path, folder):
+    """Words of a run on six pictures."""
     (tmp_path / "mine.py").write_text(REWARD)
     rows = []
     for number in range(6):
         (tmp_path / f"{number}.png").write_bytes(drawn(number).data)
         rows.append({"prompt": f"What is {number}?", "image": f"{number}.png"})
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    words = ["--model", folder, "--dataset", str(tmp_path / "rows.jsonl")]
-    words += ["--reward", f"{tmp_path / 'mine.py'}:mean_id", *SETTINGS]
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    return ("--model", folder, "--dataset", data, "--reward", f"{tmp_path / 'mine.py'}:mean_id")
+
+
+def test_vllm_loads_an_exported_model(tmp_path, monkeypatch):
+    """vLLM refuses to start if the files do not have every weight of its model."""
+    folder = model_folder(tmp_path / "model", "qwen2_5_vl", monkeypatch)
+    run, exported = tmp_path / "run", tmp_path / "exported"
+    words = (*words_for(tmp_path, folder), *SETTINGS, "rollout.engine=embedded")
+    succeed(*words, "train.save_every=1", "--output", str(run))
+    assert easyrl("export", run, exported).exit_code == 0
+    before, after = stored(tmp_path / "model"), stored(exported)
+    changed = [name for name, weight in before.items() if not same_bits(weight, after[name])]
+    assert {"visual" in name for name in changed} == {True, False}
+    trained = Trained(str(exported), tmp_path, LONGER, has_pictures=True)
+    try:
+        groups = trained.answers(requests_for(load_processor(str(exported))))
+        assert [len(completions) for _, completions in groups] == [4, 4, 4]
+        assert trained.largest_gap(groups) <= TOLERANCE
+    finally:
+        trained.engine.close()
+
+
+@pytest.mark.long
+def test_both_schedules_of_a_run_end_in_the_same_bits(tmp_path, monkeypatch):
+    folder = model_folder(tmp_path / "model", "qwen2_5_vl", monkeypatch)
+    words = (*words_for(tmp_path, folder), *SETTINGS)
     ends = set()
     for schedule in ("periodic", "sync"):
         output = tmp_path / schedule

@@ -98,7 +98,7 @@ FAMILIES = {
         "processor": {"processor_class": "SmolVLMProcessor", "image_seq_len": 4},
         "config": {
             "text_config": {"model_type": "llama", **TEXT},
-            "vision_config": VISION,
+            "vision_config": VISION | {"image_size": 56},
             "scale_factor": 2,
         },
     },
@@ -110,7 +110,7 @@ FAMILIES = {
         "processor": {"processor_class": "Idefics3Processor", "image_seq_len": 4},
         "config": {
             "text_config": {"model_type": "llama", **TEXT},
-            "vision_config": VISION,
+            "vision_config": VISION | {"image_size": 56},
             "scale_factor": 2,
         },
     },
@@ -124,7 +124,7 @@ FAMILIES = {
         "shown": "<IMG_CONTEXT>\n",
         "images": {
             "image_processor_type": "GotOcr2ImageProcessor",
-            "size": {"height": 28, "width": 28},
+            "size": {"height": 56, "width": 56},
             "crop_to_patches": True,
             "max_patches": 6,
         },
@@ -132,7 +132,7 @@ FAMILIES = {
         "placeholder": "<IMG_CONTEXT>",
         "config": {
             "text_config": {"model_type": "qwen3", **TEXT},
-            "vision_config": VISION | {"image_size": [28, 28], "patch_size": [14, 14]},
+            "vision_config": VISION | {"image_size": [56, 56], "patch_size": [14, 14]},
         },
     },
     "llava": {
