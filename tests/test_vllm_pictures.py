@@ -14,6 +14,7 @@ from test_vllm import SAMPLING, TOLERANCE, Trained
 
 from easyrl.config import ConfigError
 from easyrl.engines.base import GroupRequest
+from easyrl.engines.vllm.platforms import PICTURE_TYPES
 from easyrl.model.processor import load_processor
 from easyrl.types import Picture
 from multimodal_models import same_bits, stored
@@ -30,8 +31,12 @@ ROTARY = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4]}
 TEXT = {
     "qwen2_5_vl": HEADS | {"rope_parameters": ROTARY},
     "qwen3_vl": HEADS | {"rope_parameters": ROTARY | {"mrope_interleaved": True}},
+    "idefics3": HEADS,
+    "internvl": HEADS,
+    "mistral3": HEADS,
 }
-CASES = ["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.long)]
+MARKS = {family: pytest.mark.long for family in TEXT if family != "qwen2_5_vl"}
+CASES = [pytest.param(family, marks=MARKS.get(family, ())) for family in TEXT]
 LONGER = replace(SAMPLING, max_prompt_length=160, max_completion_length=16)
 CAP = 56 * 56  # pixels
 
@@ -45,7 +50,8 @@ def drawn(number, height=50, width=70):
 
 def model_folder(folder, family, monkeypatch):
     vision = FAMILIES[family]["config"]["vision_config"]
-    monkeypatch.setitem(vision, "out_hidden_size", HEADS["hidden_size"])
+    if "out_hidden_size" in vision:
+        monkeypatch.setitem(vision, "out_hidden_size", HEADS["hidden_size"])
     write_model_with_processor(folder, family, **TEXT[family])
     return str(folder)
 
@@ -80,6 +86,10 @@ def check(trained, requests):
     assert [len(completions) for _, completions in groups] == [4, 4, 4]
     assert trained.largest_gap(groups) <= TOLERANCE
     return [token for _, group in groups for each in group for token in each.token_ids.tolist()]
+
+
+def test_every_type_that_runs_may_use_is_tested():
+    assert set(TEXT) == set(PICTURE_TYPES)
 
 
 @pytest.mark.parametrize("family", CASES)

@@ -124,7 +124,7 @@ FAMILIES = {
         "shown": "<IMG_CONTEXT>\n",
         "images": {
             "image_processor_type": "GotOcr2ImageProcessor",
-            "size": {"height": 56, "width": 56},
+            "size": {"height": 28, "width": 28},
             "crop_to_patches": True,
             "max_patches": 6,
         },
@@ -132,7 +132,7 @@ FAMILIES = {
         "placeholder": "<IMG_CONTEXT>",
         "config": {
             "text_config": {"model_type": "qwen3", **TEXT},
-            "vision_config": VISION | {"image_size": [56, 56], "patch_size": [14, 14]},
+            "vision_config": VISION | {"image_size": [28, 28], "patch_size": [7, 7]},
         },
     },
     "llava": {

