@@ -134,14 +134,14 @@ def write_model_and_prompts(
     num_prompts: int,
     prompt_length: int,
     *,
-    is_chat: bool = False,
+    chat_about: Callable[[str], Messages] | None = None,
     schema_length: int = 0,
 ) -> dict[str, Any]:
     """Write a random model and prompts. Return the settings that name them, and the reward.
 
     `model`: a model, which gets the tokenizer of `tiny`, or the path of one, which is used as it
-    is. `prompt_length`: number of digits of a prompt. `is_chat`: the prompts are chats that ask for
-    the sum of two numbers with so many digits together. `schema_length`: characters of a schema of
+    is. `prompt_length`: number of digits of a prompt. `chat_about`: returns a prompt that is a chat
+    about the digits. `schema_length`: characters of a schema of
     tools that stands before the digits of every prompt; each is a token of `tiny`.
     """
     if isinstance(model, str):
@@ -157,7 +157,9 @@ def write_model_and_prompts(
     lengths = []  # in tokens
     for _ in range(num_prompts):
         digits = "".join(rng.choices("0123456789", k=prompt_length))
-        prompt = _sum_of(digits) if is_chat else _schema_of_tools(schema_length) + digits
+        prompt: str | Messages = _schema_of_tools(schema_length) + digits
+        if chat_about is not None:
+            prompt = chat_about(digits)
         rows.append(json.dumps({"prompt": prompt}))
         lengths.append(len(render_prompt(prompt, tokenizer)))
     file = folder / "prompts.jsonl"
@@ -226,15 +228,20 @@ def _schema_of_tools(length: int) -> str:
     return "\n".join(tools)[:length]
 
 
-def _sum_of(digits: str) -> Messages:
-    """Return a chat that asks for the sum of two numbers. An example before it makes answers
-    brief."""
+def sum_of(digits: str) -> Messages:
+    """Return a chat that asks for the sum of two numbers, which have these digits together. An
+    example before it makes answers brief."""
     half = len(digits) // 2
     return [
         {"role": "user", "content": "What is 12 + 25?"},
         {"role": "assistant", "content": "37"},
         {"role": "user", "content": f"What is {digits[:half]} + {digits[half:]}?"},
     ]
+
+
+def story_about(digits: str) -> Messages:
+    """Return a chat that asks for a long text about a number."""
+    return [{"role": "user", "content": f"Write a long story about a house with number {digits}."}]
 
 
 def spread(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:

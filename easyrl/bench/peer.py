@@ -41,6 +41,7 @@ from easyrl.runtime.placement import Placement, resolve_placement
 from easyrl.runtime.resolve import resolve
 from easyrl.runtime.self_test_part import random_model
 from easyrl.runtime.supervisor import WorkerFailure, signals_as_interrupts
+from easyrl.types import Messages
 
 TINY = {
     "vocab_size": 99,  # of the built-in tokenizer
@@ -137,6 +138,7 @@ class Work:
     lora_rank: int | None = None
     schema_length: int = 0  # characters of a schema of tools before every prompt
     has_pictures: bool = False  # each prompt has one, of `picture-sums`
+    chat_about: Callable[[str], Messages] | None = None  # what a chat model is asked, by the digits
 
     @property
     def asks_given_model(self) -> bool:
@@ -150,6 +152,7 @@ class Work:
 
 SMOLLM2 = Work(
     size=None,
+    chat_about=harness.sum_of,
     num_prompts=8,
     num_generations=8,
     prompt_length=4,
@@ -220,6 +223,17 @@ ROWS = {
     ),
     "smollm2": SMOLLM2,
     "smollm2_lora": replace(SMOLLM2, lora_rank=16),
+    "smollm2_long": Work(
+        size=None,
+        chat_about=harness.story_about,
+        num_prompts=4,
+        num_generations=4,
+        prompt_length=4,
+        max_completion_length=512,
+        iterations=1,
+        micro_batch=4,
+        learning_rate=1e-6,
+    ),
 }
 BY_DEFAULT = [name for name, work in ROWS.items() if not work.asks_given_model]
 
@@ -318,7 +332,7 @@ def _write_inputs(folder: Path, work: Work, model: str | None, dtype: str) -> di
         dtype,
         work.num_prompts,
         work.prompt_length,
-        is_chat=work.size is None,
+        chat_about=work.chat_about,
         schema_length=work.schema_length,
     )
 
