@@ -223,16 +223,14 @@ ROWS = {
     ),
     "smollm2": SMOLLM2,
     "smollm2_lora": replace(SMOLLM2, lora_rank=16),
-    "smollm2_long": Work(
-        size=None,
+    "smollm2_long": replace(
+        SMOLLM2,
         chat_about=harness.story_about,
         num_prompts=4,
         num_generations=4,
-        prompt_length=4,
         max_completion_length=512,
         iterations=1,
         micro_batch=4,
-        learning_rate=1e-6,
     ),
 }
 BY_DEFAULT = [name for name, work in ROWS.items() if not work.asks_given_model]
