@@ -9,6 +9,8 @@ import pytest
 from PIL import Image
 from test_plan import ROOT
 
+from easyrl import formatting
+from easyrl.config import ConfigError
 from easyrl.data.picture_sums import (
     CELL,
     DIGITS,
@@ -24,6 +26,12 @@ SHORT = (
     *("runtime.deterministic=true", "data.num_held_out=0"),
     *("train.prompts_per_iteration=2", "rollout.num_generations=2", "train.save_every=1"),
 )
+
+
+def test_without_pillow_the_command_that_installs_it_is_named(monkeypatch):
+    monkeypatch.setattr(formatting.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"picture-sums needs PIL.*pip install '.*\[vision\]'"):
+        PICTURE_SUMS.train_row(0, 0)
 
 
 def digits_in(pixels):

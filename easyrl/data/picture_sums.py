@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from easyrl.data.tasks import Arithmetic
+from easyrl.formatting import require
 
 DIGITS = (
     ".###. #...# #..## #.#.# ##..# #...# .###.",
@@ -95,7 +96,9 @@ def _glyph(digit: int) -> np.ndarray:
 
 
 def png_file(pixels: np.ndarray) -> bytes:
-    """Return the PNG file of a picture [height, width, 3] uint8."""
+    """Return the PNG file of a picture [height, width, 3] uint8. Raises ConfigError without
+    Pillow."""
+    require("vision", "picture-sums")
     from PIL import Image
 
     file = io.BytesIO()
