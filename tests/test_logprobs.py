@@ -142,6 +142,34 @@ def test_head_of_qwen3_is_read_10_times_per_16384_tokens():
     assert len(chunks) == 20  # and each one's gradient reads it once more
 
 
+@pytest.mark.parametrize("num_kept", [2, 5, 9])
+def test_kept_logits_change_no_bit_and_are_not_computed_again(num_kept, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(23, 8, generator=generator).requires_grad_()
+    weight = torch.randn(41, 8, generator=generator).requires_grad_()
+    targets = torch.randint(41, (23,), generator=generator)
+    chunk_bytes = 5 * 41 * 4
+    monkeypatch.setattr("easyrl.model.logprobs.CPU_CHUNK_BYTES", chunk_bytes)
+
+    def numbers_of(kept_bytes):
+        monkeypatch.setattr("easyrl.model.logprobs.CPU_KEPT_BYTES", kept_bytes)
+        calls = []
+        head = head_alone(lambda rows: calls.append(len(rows)) or rows @ weight.T, 41, [weight])
+        logprobs, entropies = chunked_token_logprobs(
+            head, hidden, targets, 0.7, entropy_gradient=True
+        )
+        loss = logprobs.cumsum(0).sum() + 0.3 * entropies.sum()
+        num_in_forward = len(calls)
+        gradients = torch.autograd.grad(loss, (hidden, weight))
+        return num_in_forward, [logprobs, entropies, *gradients], calls
+
+    num_forward, expected, calls = numbers_of(kept_bytes=0)
+    assert (num_forward, len(calls)) == (5, 10)
+    num_forward, got, calls = numbers_of(kept_bytes=num_kept * chunk_bytes)
+    assert (num_forward, len(calls)) == (5, 10 - min(num_kept, 5))
+    assert all(map(torch.equal, got, expected))
+
+
 def test_many_chunks_add_the_gradient_of_a_bfloat16_head_without_rounding(monkeypatch):
     """Autograd's own sum over 149 chunks is four times as far off."""
     generator = torch.Generator().manual_seed(0)

@@ -1,7 +1,8 @@
 """Log-probabilities of given tokens at the sampling temperature, a chunk of logits at a time.
 
 The logits of a large vocabulary are by far the largest tensor of training. So a chunk of hidden
-states is reduced to two numbers per token; backward recomputes its logits.
+states is reduced to two numbers per token; backward recomputes its logits. On the CPU the logits of
+the last chunks are kept instead, as many as fit in CPU_KEPT_BYTES.
 
     hidden [K, H] ─► chunk [n, H] ─► head ─► logits [n, V] ─► logprobs [n], entropy [n]
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from easyrl.model import CHUNK_BYTES, CPU_CHUNK_BYTES
+from easyrl.model import CHUNK_BYTES, CPU_CHUNK_BYTES, CPU_KEPT_BYTES
 from easyrl.model.files import FLOAT_BYTES
 from easyrl.model.policy import Policy
 
@@ -44,16 +45,21 @@ def chunked_token_logprobs(
 ) -> TokenLogprobs:
     """Compute `token_logprobs(policy.head(hidden), targets, temperature)` of hidden states [K, H]
     and targets [K], a chunk at a time."""
-    chunk_bytes = CPU_CHUNK_BYTES if hidden.device.type == "cpu" else CHUNK_BYTES
+    is_on_cpu = hidden.device.type == "cpu"
+    chunk_bytes = CPU_CHUNK_BYTES if is_on_cpu else CHUNK_BYTES
+    row_bytes = policy.vocabulary_size * FLOAT_BYTES
     num_tokens = len(targets)
-    num_chunks = -(-num_tokens * policy.vocabulary_size * FLOAT_BYTES // chunk_bytes)
+    num_chunks = -(-num_tokens * row_bytes // chunk_bytes)
     if num_chunks <= 1:
         logits = policy.head(hidden)
         return token_logprobs(logits, targets, temperature, entropy_gradient=entropy_gradient)
     chunk_length = -(-num_tokens // num_chunks)
+    num_kept = 0
+    if is_on_cpu and torch.is_grad_enabled():
+        num_kept = CPU_KEPT_BYTES // (chunk_length * row_bytes)
     # Weights that the head does not use get no gradient.
     weights = policy.trained_parameters()
-    chunked = _Chunks(policy.head, chunk_length, targets, temperature, entropy_gradient)
+    chunked = _Chunks(policy.head, chunk_length, targets, temperature, entropy_gradient, num_kept)
     return TokenLogprobs(*_TokenLogprobs.apply(chunked, hidden, *weights))  # type: ignore[no-untyped-call]
 
 
@@ -97,6 +103,21 @@ class _Chunks:
     targets: Tensor  # [K]
     temperature: float
     has_entropy_gradient: bool
+    num_kept: int = 0  # the last chunks, whose logits are kept for backward
+
+
+class _ChunkLogits(NamedTuple):
+    """The logits of a chunk, with the graph of their gradient."""
+
+    rows: Tensor  # [n, H], a leaf of the graph
+    logits: Tensor  # [n, V]
+
+
+def _differentiable_logits(head: Callable[[Tensor], Tensor], rows: Tensor) -> _ChunkLogits:
+    """Compute head(rows) for backward, also where gradients are disabled."""
+    with torch.enable_grad():
+        leaf = rows.detach().requires_grad_()
+        return _ChunkLogits(leaf, head(leaf))
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -115,13 +136,17 @@ class _TokenLogprobs(torch.autograd.Function):
         logprobs = list[Tensor]()
         entropies = list[Tensor]()
         log_totals = list[Tensor]()
-        of_chunks = zip(
-            torch.split(hidden, chunks.length),
-            torch.split(chunks.targets, chunks.length),
-            strict=True,
-        )
-        for rows, targets in of_chunks:
-            scores = shifted_scores(chunks.head(rows), chunks.temperature)
+        kept = list[_ChunkLogits]()
+        starts = range(0, len(hidden), chunks.length)
+        for number, start in enumerate(starts):
+            rows = hidden[start : start + chunks.length]
+            targets = chunks.targets[start : start + chunks.length]
+            if number < len(starts) - chunks.num_kept:
+                logits = chunks.head(rows)
+            else:
+                kept.append(_differentiable_logits(chunks.head, rows))
+                logits = kept[-1].logits
+            scores = shifted_scores(logits, chunks.temperature)
             exponentials = scores.exp()
             total = block_sums(exponentials).sum(dim=-1)
             log_total = total.log()
@@ -135,6 +160,7 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, chunks.targets, all_entropies, torch.cat(log_totals))
         ctx.chunks = chunks
+        ctx.kept = kept
         ctx.weights = weights
         return torch.cat(logprobs), all_entropies
 
@@ -145,15 +171,17 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         hidden, targets, entropies, log_totals = ctx.saved_tensors
         chunks: _Chunks = ctx.chunks
+        kept: list[_ChunkLogits] = ctx.kept
         if of_logprobs is None:
             of_logprobs = torch.zeros_like(entropies)
         of_hidden = torch.empty_like(hidden)
         of_weights: list[Tensor | None] = [None] * len(ctx.weights)
         for start in reversed(range(0, len(targets), chunks.length)):
             chunk = slice(start, start + chunks.length)
-            with torch.enable_grad():
-                rows = hidden[chunk].detach().requires_grad_()
-                logits = chunks.head(rows)
+            if kept:  # those of the last chunks, and this loop begins with the last one
+                rows, logits = kept.pop()
+            else:
+                rows, logits = _differentiable_logits(chunks.head, hidden[chunk])
             of_logits = _gradient_of_logits(
                 logits.detach(),
                 targets[chunk],

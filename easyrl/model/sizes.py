@@ -6,7 +6,7 @@ Letters: H the model's width, I the MLP's, Hq query heads and Hkv key/value head
 from typing import NamedTuple
 
 from easyrl.config.spec import BatchSpec, TokenLimits
-from easyrl.model import CHUNK_BYTES, CPU_CHUNK_BYTES
+from easyrl.model import CHUNK_BYTES, CPU_CHUNK_BYTES, CPU_KEPT_BYTES
 from easyrl.model.files import DTYPE_BYTES, FLOAT_BYTES, ModelSize
 
 TRAINED_SCORE_BYTES = 20
@@ -106,9 +106,12 @@ def head_bytes(model: ModelSize, batch: TrainedBatch, dtype: str, *, is_on_cpu: 
     rows_per_chunk = -(-batch.num_targets // num_chunks)
     chunk = rows_per_chunk * row
     gradient = DTYPE_BYTES[dtype]
+    kept = 0
     if num_chunks > 1:  # that of one chunk, and the sum
         gradient += FLOAT_BYTES
-    backward = 2 * chunk + gradient * _trained_head(model)
+        if is_on_cpu:
+            kept = chunk * min(num_chunks, CPU_KEPT_BYTES // chunk)
+    backward = 2 * chunk + kept + gradient * _trained_head(model)
     return max(NUM_LIVE_CHUNKS * chunk, backward)
 
 
