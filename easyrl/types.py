@@ -239,9 +239,12 @@ class RolloutGroup:
         """Where pictures are shown, in the order of the tokens, with copies of their files."""
         files = self._picture_files()
         pictures_at = dict[tuple[int, int], list[Picture]]()  # by start and stop
-        for index, number in enumerate(self.shown_files.tolist()):
-            place = (int(self.shown_starts[index]), int(self.shown_stops[index]))
-            pictures_at.setdefault(place, []).append(files[number])
+        numbers = self.shown_files.tolist()
+        starts = self.shown_starts.tolist()
+        stops = self.shown_stops.tolist()
+        for number, start, stop in zip(numbers, starts, stops, strict=True):
+            shown = pictures_at.setdefault((start, stop), [])
+            shown.append(files[number])
         placed = list[PlacedPictures]()
         for (start, stop), shown in pictures_at.items():
             placed.append(PlacedPictures(tuple(shown), start, stop))

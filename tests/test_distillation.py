@@ -150,6 +150,11 @@ def test_prompts_alone_are_enough_and_such_a_run_can_be_evaluated(tmp_path):
     (line,) = lines_of(tmp_path / "run" / "metrics.jsonl")
     assert line["reward"] is None and "no spread" not in out and "reward  " not in out
     assert line["teacher/kl"] == pytest.approx(0.0, abs=1e-5)
+    assert {sample["reward"] for sample in lines_of(tmp_path / "run" / "samples.jsonl")} == {None}
+    shown = easyrl("samples", run)
+    assert shown.exit_code == 0 and "reward none" in shown.stdout
+    page = easyrl("report", run, "--output", tmp_path / "page.html")
+    assert page.exit_code == 0, page.output
     idle = succeed("--no-live", "--output", f"{run}-idle", *words)  # the teacher is the policy
     end = idle[idle.index("finished") :]
     assert "the teacher gave no gradient" in end and "algorithm.teacher" in end

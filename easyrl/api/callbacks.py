@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from easyrl.api.calls import Run
 
-Stop = Literal["stop"]
-"""What a callback returns to end the run, with a checkpoint, as `easyrl stop` does."""
+Answer = Literal["stop"] | None
+"""What a callback returns: "stop" to end the run, with a checkpoint, as `easyrl stop` does."""
+Status = Literal["finished", "stopped", "failed"]
+Metrics = dict[str, Any]
 
 
 class Callback:
@@ -21,19 +23,19 @@ class Callback:
     Either way the checkpoint of the last complete iteration is written.
     """
 
-    def on_start(self, run: Run) -> Stop | None:
+    def on_start(self, run: Run) -> Answer:
         """Before the workers start. `run.metrics` has the iterations of a resumed run."""
 
-    def on_iteration(self, run: Run, metrics: dict[str, Any]) -> Stop | None:
+    def on_iteration(self, run: Run, metrics: Metrics) -> Answer:
         """After each iteration, with its line of metrics.jsonl."""
 
-    def on_evaluation(self, run: Run, metrics: dict[str, Any]) -> Stop | None:
+    def on_evaluation(self, run: Run, metrics: Metrics) -> Answer:
         """After each evaluation on held-out problems, before `on_iteration`. `metrics`:
         `iteration` (0: before the first), `eval/accuracy`, `eval/standard_error`, `eval/reward`,
         `eval/problems`."""
 
-    def on_checkpoint(self, run: Run, path: str) -> Stop | None:
+    def on_checkpoint(self, run: Run, path: str) -> Answer:
         """After the first iteration that ends once a checkpoint is on the disk."""
 
-    def on_end(self, run: Run, status: Literal["finished", "stopped", "failed"]) -> Stop | None:
+    def on_end(self, run: Run, status: Status) -> Answer:
         """After the run, when its workers have ended. What it returns changes nothing."""

@@ -1,10 +1,10 @@
 """Section `algorithm`. `easyrl.algorithm` has the formulas and their sources."""
 
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from easyrl.config.section import NAMES_FILES, Section
+from easyrl.config.section import NamesFiles, NonEmptyStr, NonNegativeFloat, PositiveFloat, Section
 
 LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "cispo")
 LOSS_KEY, TEACHER_KEY = "algorithm.loss_type", "algorithm.teacher"
@@ -24,7 +24,7 @@ class AlgorithmConfig(Section):
     (`rloo`; as published with scale_rewards: none)."""
     scale_rewards: Literal["group", "none"] = "group"
     """Divide a group's advantages by the standard deviation of its rewards; `none`: do not."""
-    loss_type: Annotated[str, NAMES_FILES] = "grpo"
+    loss_type: NamesFiles[str] = "grpo"
     """Average of token losses: over each completion, then over completions (`grpo`); over all
     tokens of an update (`dapo`); as if each completion had `rollout.max_completion_length` tokens
     (`dr_grpo`; as published with scale_rewards: none). `cispo` averages like `dapo`, but clips the
@@ -36,21 +36,21 @@ class AlgorithmConfig(Section):
     epsilon: float = Field(default=0.2, gt=0.0, lt=1.0)
     """The probability ratio is clipped below at 1 - epsilon (not by `cispo`). With one update per
     iteration (`train.updates_per_iteration`) the ratio is 1 and nothing is clipped."""
-    epsilon_high: float | None = Field(default=None, gt=0.0)
+    epsilon_high: PositiveFloat | None = None
     """The ratio is clipped above at 1 + epsilon_high, with epsilon_high under 1; for `cispo` at
     epsilon_high itself, at least 1. Null: epsilon, for `cispo` 5."""
-    beta: float = Field(default=0.0, ge=0.0)
+    beta: NonNegativeFloat = 0.0
     """Weight of the KL divergence from the reference, the model at the start of the run."""
-    entropy_coef: float = Field(default=0.0, ge=0.0)
+    entropy_coef: NonNegativeFloat = 0.0
     """Weight of a bonus for the entropy of each token's distribution, averaged as the loss is."""
-    teacher: Annotated[str | None, NAMES_FILES] = None
+    teacher: NamesFiles[str | None] = None
     """A model (folder or hub id) with the policy's tokens: it scores the policy's own completions,
     and the policy is trained to agree with it (docs/distillation.md). With `reward.functions=none`
     it is the only signal. `policy`: the policy itself, which sees `teacher_prompt`."""
-    teacher_prompt: str | None = Field(default=None, min_length=1)
+    teacher_prompt: NonEmptyStr | None = None
     """The teacher's own prompt: a column, or a template as in `data.prompt_template`:
     "{question} The solution is {solution}". Null: the policy's prompt."""
-    teacher_weight: float = Field(default=1.0, gt=0.0)
+    teacher_weight: PositiveFloat = 1.0
     """Weight of the teacher's term beside the rewards' advantages."""
     teacher_divergence: float | None = Field(default=None, ge=0.0, le=1.0)
     """Null: a token's advantage is the teacher's log-probability minus the policy's. A number: the

@@ -5,9 +5,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator
 
-from easyrl.config.section import MAY_CHANGE, Section
+from easyrl.config.section import MayChange, PositiveInt, Section
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,28 +78,31 @@ def range_words(indices: Sequence[int]) -> str:
     return ",".join(words)
 
 
-def _check(text: str | None) -> str | None:
-    if text is not None:
-        parse_device_set(text)
+def _check(text: str) -> str:
+    parse_device_set(text)
     return text
+
+
+DeviceWords = Annotated[str, AfterValidator(_check)]
+"""A device set as `parse_device_set` reads it."""
 
 
 class DevicesConfig(Section):
     """Devices that generate and devices that train: `0-3`, `0,2,5`, `cpu` (one worker) or `cpu:3`
     (three workers); on a Ray cluster `ray:4` (four accelerators) or `ray:cpu:4` (four workers)."""
 
-    infer: Annotated[str | None, AfterValidator(_check), MAY_CHANGE] = None
+    infer: MayChange[DeviceWords | None] = None
     """Devices that generate; null: chosen from what the machine has."""
-    train: Annotated[str | None, AfterValidator(_check), MAY_CHANGE] = None
+    train: MayChange[DeviceWords | None] = None
     """Devices that train; null: chosen from what the machine has."""
-    spare: Annotated[str | None, AfterValidator(_check), MAY_CHANGE] = None
+    spare: MayChange[DeviceWords | None] = None
     """More devices that may generate, used by `runtime.autoscale`."""
-    max_rollout_workers: Annotated[int | None, MAY_CHANGE] = Field(default=None, ge=1)
+    max_rollout_workers: MayChange[PositiveInt | None] = None
     """Most rollout workers of the run (`easyrl scale`); null: those of `infer` and `spare`."""
-    ray_address: Annotated[str | None, MAY_CHANGE] = None
+    ray_address: MayChange[str | None] = None
     """Address of the Ray cluster (`HOST:PORT`) for `ray:` devices; `local`: start one for this run.
     Null: the one in RAY_ADDRESS, or that runs on this machine, or `local` if there is none."""
-    threads: Annotated[int | None, MAY_CHANGE] = Field(default=None, ge=1)
+    threads: MayChange[PositiveInt | None] = None
     """CPU threads of each worker. Null: its share of the cores, and on a CPU each worker has cores
     of its own. While a rollout worker waits, the train worker uses its cores, and the reverse (not
     in deterministic runs: how sums are split between threads changes their bits)."""

@@ -1,26 +1,33 @@
 """Section `eval`."""
 
-from typing import Annotated, Self
+from typing import Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from easyrl.config.section import MAY_CHANGE, NAMES_FILES, Section
+from easyrl.config.section import (
+    MayChange,
+    NamesFiles,
+    NonEmptyStr,
+    NonNegativeFloat,
+    PositiveInt,
+    Section,
+)
 
 
 class EvalConfig(Section):
     """Evaluations of a model by `easyrl eval`. Evaluations during training use `dataset` and
     `correct_reward` alone, with one completion per problem, sampled as `rollout` says."""
 
-    dataset: Annotated[str | None, NAMES_FILES] = Field(default=None, min_length=1)
+    dataset: NamesFiles[NonEmptyStr | None] = None
     """Data set that accuracy is measured on, in the forms of `data.dataset`. Null: the held-out
     problems of `data.dataset`; in `easyrl eval` all of its rows if it has none. A preset uses its
     own prompts; any other data set is read as `data` says."""
-    num_samples: Annotated[int | None, MAY_CHANGE] = Field(default=None, ge=1)
+    num_samples: MayChange[PositiveInt | None] = None
     """Completions per problem; null: the preset's number, else 1."""
-    temperature: Annotated[float | None, MAY_CHANGE] = Field(default=None, ge=0.0)
+    temperature: MayChange[NonNegativeFloat | None] = None
     """Sampling temperature; 0: greedy. Null: the preset's, else 0 for one sample per problem and
     `rollout.temperature` for several."""
-    max_completion_length: Annotated[int | None, MAY_CHANGE] = Field(default=None, ge=1)
+    max_completion_length: MayChange[PositiveInt | None] = None
     """Longest completion in tokens; null: the preset's, else `rollout.max_completion_length`."""
     correct_reward: float = 1.0
     """Smallest reward (the weighted sum of all functions) of a correct completion."""

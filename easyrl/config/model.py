@@ -4,7 +4,15 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from easyrl.config.section import COMPARED, EACH_ONCE, MAY_CHANGE, NAMES_FILES, Section
+from easyrl.config.section import (
+    EACH_ONCE,
+    Compared,
+    MayChange,
+    NamesFiles,
+    NonEmptyStr,
+    PositiveInt,
+    Section,
+)
 
 AttentionMode = Literal["auto", "without_flex", "shared_prompt", "repeated"]
 VisionMode = Literal["frozen", "trained"]
@@ -20,13 +28,13 @@ class LoraConfig(Section):
     """LoRA: train small adapters beside the linear layers instead of the model's own weights.
     Needs peft: pip install 'easyrl-train[lora]'. Without dropout, as engines sample without it."""
 
-    rank: int | None = Field(default=None, ge=1)
+    rank: PositiveInt | None = None
     """Rank of the adapters; null: no LoRA, all weights are trained."""
-    alpha: int | None = Field(default=None, ge=1)
+    alpha: PositiveInt | None = None
     """An adapter's output is multiplied by alpha / rank; null: twice the rank."""
     target_modules: Annotated[list[str] | None, EACH_ONCE] = Field(default=None, min_length=1)
     """Linear layers to adapt, by the ends of their names ([q_proj]); null: all except the head."""
-    adapter: Annotated[str | None, NAMES_FILES] = Field(default=None, min_length=1)
+    adapter: NamesFiles[NonEmptyStr | None] = None
     """Folder of an adapter of `model.path`, in peft's format, to train further instead of a new
     one; null: a new one. `--model ADAPTER` sets it, if rank, alpha and layers are the adapter's."""
 
@@ -42,15 +50,15 @@ class LoraConfig(Section):
 class ModelConfig(Section):
     """The policy that is trained."""
 
-    path: Annotated[str, NAMES_FILES] = Field(default="tiny", min_length=1)
+    path: NamesFiles[NonEmptyStr] = "tiny"
     """A Hugging Face folder, a hub id, or a built-in model (`tiny`, `tiny-hybrid`,
     `tiny-vision`, `tiny-countdown`, `tiny-guess`). Its weights must not be quantized."""
-    dtype: Annotated[DType, COMPARED] = "float32"
+    dtype: Compared[DType] = "float32"
     """Data type of the computation. The trainer keeps trained weights, sums of gradients, optimizer
     state and log-probabilities in float32."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for sources you trust."""
-    attention: Annotated[AttentionMode, MAY_CHANGE] = "auto"
+    attention: MayChange[AttentionMode] = "auto"
     """Train a group's prompt once for all completions (`shared_prompt`) or once for each
     (`repeated`), with the same result. `auto`: shared where the model's layers support it.
     `without_flex`: as `auto`, but FlexAttention is not used, which is slower on NVIDIA GPUs."""

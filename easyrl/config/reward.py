@@ -5,49 +5,60 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from easyrl.config.section import AS_LIST, COMPARED, EACH_ONCE, MAY_CHANGE, NAMES_FILES, Section
+from easyrl.config.section import (
+    AS_LIST,
+    EACH_ONCE,
+    Compared,
+    MayChange,
+    NamesFiles,
+    NonEmptyStr,
+    NonNegativeInt,
+    PositiveFloat,
+    Section,
+)
 
-Index = Annotated[int, Field(ge=0)]
 
-
-def _check_pattern(text: str | None) -> str | None:
+def _check_pattern(text: str) -> str:
     try:
-        re.compile(text or "")
+        re.compile(text)
     except re.error as error:
         raise ValueError(f"expected a regular expression ({error})") from None
     return text
 
 
+RegularExpression = Annotated[str, AfterValidator(_check_pattern)]
+
+
 class JudgeConfig(Section):
     """The reward `judge`: a language model behind an OpenAI-compatible server (docs/judges.md)."""
 
-    url: Annotated[str | None, MAY_CHANGE] = Field(default=None, pattern=r"^https?://[^\s@?#]+$")
+    url: MayChange[str | None] = Field(default=None, pattern=r"^https?://[^\s@?#]+$")
     """The server's address, as http://127.0.0.1:8000/v1, without user, password or query."""
-    model: Annotated[str, COMPARED] = Field(default="default", min_length=1)
+    model: Compared[NonEmptyStr] = "default"
     """The model's name on the server."""
-    key_variable: Annotated[str | None, MAY_CHANGE] = None
+    key_variable: MayChange[str | None] = None
     """Name of the environment variable that holds the server's key; null: none is sent."""
-    template: Annotated[str | None, COMPARED, NAMES_FILES] = None
+    template: NamesFiles[Compared[str | None]] = None
     """A text file with the question, in which `{prompt}`, `{completion}` and any column, as
     `{answer}`, are replaced; null: it asks for a score from 0 to 10."""
-    mode: Annotated[Literal["single", "listwise"], COMPARED] = "single"
+    mode: Compared[Literal["single", "listwise"]] = "single"
     """A question for each completion, or one for a whole group (`{completions}`)."""
-    pattern: Annotated[str, AfterValidator(_check_pattern), COMPARED] = (
+    pattern: Compared[RegularExpression] = (
         r"(?i)score(?: \d+)?(?: ?\([^)\n]*\))?[^\w:=]{0,3}[:=]"
         r"[^\w.+\-\u2212\u2013]{0,5}([-+]?(?:\d*\.)?\d+)"
     )
     """Python's regular expression whose one group is the score, at its last match."""
-    field: Annotated[str | None, COMPARED] = None
+    field: Compared[str | None] = None
     """Field of a JSON object in the answer that has the score, instead of `pattern`."""
-    range: Annotated[tuple[float, float], COMPARED] = (0.0, 10.0)
+    range: Compared[tuple[float, float]] = (0.0, 10.0)
     """Lowest and highest score, which become 0 and 1. Others count as unreadable."""
-    samples: Annotated[int, COMPARED] = Field(default=1, ge=1, le=64)
+    samples: Compared[int] = Field(default=1, ge=1, le=64)
     """Answers to each question, whose scores are averaged."""
-    options: Annotated[dict[str, Any], COMPARED] = Field(default={"temperature": 0})
+    options: Compared[dict[str, Any]] = Field(default={"temperature": 0})
     """Other fields of each request: sampling, `max_tokens`, and whatever the server accepts."""
-    concurrency: Annotated[int, MAY_CHANGE] = Field(default=8, ge=1, le=512)
+    concurrency: MayChange[int] = Field(default=8, ge=1, le=512)
     """Questions at a time, of all processes on this machine that ask this `url`."""
-    timeout_seconds: Annotated[float, MAY_CHANGE] = Field(default=60.0, gt=0.0, le=3600.0)
+    timeout_seconds: MayChange[float] = Field(default=60.0, gt=0.0, le=3600.0)
     """Longest time of one answer, in seconds; then it is asked for again."""
 
     @model_validator(mode="after")
@@ -62,38 +73,38 @@ class JudgeConfig(Section):
 class RewardConfig(Section):
     """Reward functions (docs/rewards.md)."""
 
-    functions: Annotated[list[str] | None, AS_LIST, EACH_ONCE, NAMES_FILES] = None
+    functions: NamesFiles[Annotated[list[str] | None, AS_LIST, EACH_ONCE]] = None
     """`none` (`algorithm.teacher` alone trains; held-out problems keep the preset's reward), or a
     list of `exact_match`, `math`, `gsm8k`, `code`, `judge`, `regex`, `format`, `countdown`,
     `length_penalty`, `file.py:function`, `package.module:function`, and folders or hub ids of
     reward models; null: the preset's."""
     weights: list[float] | None = None
     """One weight per function, in their order; null: 1 each."""
-    pattern: Annotated[str | None, AfterValidator(_check_pattern), COMPARED] = None
+    pattern: Compared[RegularExpression | None] = None
     """Python's regular expression that the function `regex` searches a completion for."""
-    code_timeout_seconds: Annotated[float, COMPARED] = Field(default=10.0, gt=0.0, le=3600.0)
+    code_timeout_seconds: Compared[float] = Field(default=10.0, gt=0.0, le=3600.0)
     """Longest time of one program with all of its tests, in seconds."""
-    code_sandbox: Annotated[Literal["bwrap", "limits"], MAY_CHANGE] = "bwrap"
+    code_sandbox: MayChange[Literal["bwrap", "limits"]] = "bwrap"
     """Isolation of programs: bubblewrap (`bwrap`), or resource limits alone (`limits`), for
     containers that allow no namespaces and are the sandbox themselves."""
-    num_workers: Annotated[int, MAY_CHANGE] = Field(default=2, ge=1, le=512)
+    num_workers: MayChange[int] = Field(default=2, ge=1, le=512)
     """Processes that score in parallel, per rollout worker."""
-    timeout_seconds: Annotated[float | None, MAY_CHANGE] = Field(default=None, gt=0.0)
+    timeout_seconds: MayChange[PositiveFloat | None] = None
     """Longest time of one reward call, in seconds; null: `runtime.timeout_seconds`, and none for
     the judge, whose retries end."""
-    memory_limit_gib: Annotated[float | None, MAY_CHANGE] = Field(default=4.0, ge=0.25)
+    memory_limit_gib: MayChange[float | None] = Field(default=4.0, ge=0.25)
     """Memory that each reward process may allocate, in GiB; null: no limit."""
-    on_error: Annotated[Literal["stop", "skip_group", "zero"], MAY_CHANGE] = "stop"
+    on_error: MayChange[Literal["stop", "skip_group", "zero"]] = "stop"
     """After a reward call that raises, returns an invalid value, takes too long, needs too much
     memory or ends its process: end the run with a checkpoint (`stop`), replace the group
     (`skip_group`), or let its completions score 0 in that function (`zero`). reward_errors.jsonl
     has the calls."""
-    model_device: Annotated[Literal["cpu"] | Index, MAY_CHANGE] = "cpu"
+    model_device: MayChange[Literal["cpu"] | NonNegativeInt] = "cpu"
     """Device of the reward models: `cpu`, or the number of an accelerator, such as one that also
     trains. Each rollout worker has one process for all of its reward models."""
-    model_label: Annotated[int | None, COMPARED] = Field(default=None, ge=0)
+    model_label: Compared[NonNegativeInt | None] = None
     """The label, counted from 0, whose logit is the score by a reward model with several."""
-    check: Annotated[bool, MAY_CHANGE] = True
+    check: MayChange[bool] = True
     """Call each function of the user, and the judge, on dummy completions before a run starts."""
     judge: JudgeConfig = JudgeConfig()
 

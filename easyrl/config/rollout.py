@@ -9,7 +9,18 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from easyrl.config.eval import EvalConfig
-from easyrl.config.section import AS_LIST, COMPARED, EACH_ONCE, MAY_CHANGE, NAMES_FILES, Section
+from easyrl.config.section import (
+    AS_LIST,
+    EACH_ONCE,
+    Compared,
+    MayChange,
+    NamesFiles,
+    NonEmptyStr,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
 
 EngineName = Literal["embedded", "vllm"]
 """The inference engine that a run uses: `auto` is one of these once devices are known."""
@@ -43,69 +54,69 @@ class RolloutConfig(Section):
 
     num_generations: int = Field(default=8, ge=2)
     """Completions per prompt: the group whose rewards are compared."""
-    max_completion_length: int = Field(default=256, ge=1)
+    max_completion_length: PositiveInt = 256
     """Longest completion in tokens; a longer one is cut off."""
-    stop: Annotated[list[str], EACH_ONCE, COMPARED] = Field(default_factory=list)
+    stop: Compared[Annotated[list[str], EACH_ONCE]] = Field(default_factory=list)
     """Strings that end a completion, as in ["\\n\\n", END]. They are trained; rewards see them."""
-    temperature: float = Field(default=1.0, gt=0.0)
+    temperature: PositiveFloat = 1.0
     """Sampling temperature, of generation and of the trained distribution alike."""
-    top_k: int = Field(default=0, ge=0)
+    top_k: NonNegativeInt = 0
     """Sample only from this many most probable tokens; 0: all, as the trained distribution."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     """Sample only from the most probable tokens with this sum of probabilities; 1: all."""
-    max_concurrent_groups: Annotated[int | None, MAY_CHANGE] = Field(default=None, ge=1)
+    max_concurrent_groups: MayChange[PositiveInt | None] = None
     """Groups in flight per engine, at most its prompts of an iteration. Null: a quarter of these
     (half where workers lend each other cores), but at least 16; all with `runtime.schedule=sync`,
     and with vLLM on the train worker's device."""
-    ring_slots: Annotated[int | None, MAY_CHANGE] = Field(default=None, ge=1)
+    ring_slots: MayChange[PositiveInt | None] = None
     """Finished groups that the ring buffer holds; null: `train.prompts_per_iteration`."""
     engine: Literal["auto", "embedded", "vllm"] = "auto"
     """Inference engine: `vllm`, or EasyRL's own engine over transformers' model code (`embedded`).
     `auto`: vLLM on accelerators where a suitable one is installed; the run prints which."""
-    tensor_parallel_size: int = Field(default=1, ge=1)
+    tensor_parallel_size: PositiveInt = 1
     """Devices that one vLLM engine spans: a divisor of the number of inference devices."""
-    memory_fraction: Annotated[float | None, MAY_CHANGE] = Field(default=None, gt=0.0, le=1.0)
+    memory_fraction: MayChange[float | None] = Field(default=None, gt=0.0, le=1.0)
     """Fraction of its accelerator's memory that a rollout worker may take for weights and KV cache.
     Null: 0.9, or 0.5 of an accelerator that it shares with a train worker."""
-    environment: Annotated[str | dict[str, str] | None, COMPARED, NAMES_FILES] = Field(
+    environment: NamesFiles[Compared[str | dict[str, str] | None]] = Field(
         default=None, min_length=1
     )
     """Environment that the model acts in over several turns (docs/environments.md): `guess`,
     `file.py:Class`, `package.module:Class`. Several by name, {maze: maze.py:Maze, …}: the column
     `environment` of a row names its own. Null: none."""
-    tools: Annotated[list[str], AS_LIST, EACH_ONCE, COMPARED, NAMES_FILES] = Field(
+    tools: NamesFiles[Compared[Annotated[list[str], AS_LIST, EACH_ONCE]]] = Field(
         default_factory=list
     )
     """Functions that the model may call, `file.py:function` or `package.module:function`."""
-    agent: Annotated[str | None, COMPARED, NAMES_FILES] = Field(default=None, min_length=1)
+    agent: NamesFiles[Compared[NonEmptyStr | None]] = None
     """Program that calls an OpenAI-compatible endpoint over the model (docs/agents.md):
     `file.py:function`, `package.module:function`, or a command, as in "python run.py {column}".
     Null: none."""
-    agent_sampling: Annotated[Literal["refuse", "ignore"], COMPARED] = "refuse"
+    agent_sampling: Compared[Literal["refuse", "ignore"]] = "refuse"
     """How to answer an agent that asks for other sampling settings than the run's. `refuse`: with
     an error; `ignore`: sample with the run's settings, and report it once."""
-    agent_history: Annotated[Literal["kept", "as_sent"], COMPARED] = "kept"
+    agent_history: Compared[Literal["kept", "as_sent"]] = "kept"
     """What the model sees of its earlier answers to an agent. `kept`: the tokens that it sampled,
     with what it thought. `as_sent`: what the chat template writes for them; where that is another
     text, as without earlier thoughts, the request is a branch that is computed anew."""
-    tool_format: Annotated[ToolFormat, COMPARED] = "auto"
+    tool_format: Compared[ToolFormat] = "auto"
     """Form of a tool call (docs/environments.md). `auto`: the one that reads what the chat template
     writes, or else the tokenizer's `response_template`."""
-    takes_pictures: Annotated[bool, COMPARED] = False
+    takes_pictures: Compared[bool] = False
     """Whether tools and environments may answer with pictures, and requests of agents show some.
     The model then has the part that reads them, also if no row has a picture, and a slot of the
     ring buffer has room for `data.max_image_bytes` of each episode, too."""
-    max_turns: Annotated[int, COMPARED] = Field(default=16, ge=1)
+    max_turns: Compared[PositiveInt] = 16
     """Most turns of the model in an episode. `rollout.max_completion_length` counts all tokens
     after the prompt, also those of tools."""
-    tool_timeout_seconds: Annotated[float, MAY_CHANGE] = Field(default=60.0, gt=0.0)
+    tool_timeout_seconds: MayChange[PositiveFloat] = 60.0
     """Longest time of a turn's tool calls, after which the model gets an error message, or of an
     environment's `reset` or `step`."""
-    episode_timeout_seconds: Annotated[float | None, COMPARED] = Field(default=None, gt=0.0)
+    episode_timeout_seconds: Compared[PositiveFloat | None] = None
     """End an episode after its first turn that ends later than this. Null: never."""
-    environment_workers: Annotated[int, MAY_CHANGE] = Field(default=2, ge=1, le=512)
+    environment_workers: MayChange[int] = Field(default=2, ge=1, le=512)
     """Processes that environments run in, per rollout worker. All of a group are in one."""
-    concurrent_calls: Annotated[int, MAY_CHANGE] = Field(default=64, ge=1, le=1024)
+    concurrent_calls: MayChange[int] = Field(default=64, ge=1, le=1024)
     """Calls that run at a time in each of these processes; one in deterministic runs. A tool that
     sets signal handlers (`signal.alarm`) needs 1."""
 

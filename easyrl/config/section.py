@@ -2,13 +2,20 @@
 
 from enum import Enum
 from types import NoneType, UnionType
-from typing import Any, get_args
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+)
 
 
 class Mark(Enum):
-    """Facts about a key, as `Annotated[int, MAY_CHANGE]`; `config.keys_marked` lists the keys."""
+    """Facts about a key, as `iterations: MayChange[int]`; `config.keys_marked` lists the keys."""
 
     MAY_CHANGE = "how long, where and how fast a run is, not what is trained: free on resuming"
     COMPARED = "answers of an evaluation depend on it, and eval.json has it in no other form"
@@ -17,6 +24,18 @@ class Mark(Enum):
 
 
 MAY_CHANGE, COMPARED, PROMPT_FORM, NAMES_FILES = Mark
+
+T = TypeVar("T")
+MayChange = Annotated[T, MAY_CHANGE]
+Compared = Annotated[T, COMPARED]
+PromptForm = Annotated[T, PROMPT_FORM]
+NamesFiles = Annotated[T, NAMES_FILES]
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0.0)]
+NonNegativeFloat = Annotated[float, Field(ge=0.0)]
+NonEmptyStr = Annotated[str, Field(min_length=1)]
 
 
 class Section(BaseModel):
@@ -49,8 +68,16 @@ class Section(BaseModel):
 
 
 def kinds(annotation: Any) -> tuple[Any, ...]:
-    """Return the types of a union, or the one type."""
-    return get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+    """Return the types of a union, or the one type, without what `Annotated` adds to them: of
+    `PositiveInt | None` int and NoneType."""
+    members = (annotation,)
+    if get_origin(annotation) in (Union, UnionType):  # Union, if a member is Annotated
+        members = get_args(annotation)
+    return tuple(_without_metadata(each) for each in members)
+
+
+def _without_metadata(annotation: Any) -> Any:
+    return annotation.__origin__ if get_origin(annotation) is Annotated else annotation
 
 
 def _check_each_once(value: Any) -> Any:

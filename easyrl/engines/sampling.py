@@ -143,9 +143,9 @@ class StopStrings:
         self._decode = text_decoder(tokenizer)
         self._strings = tuple(strings)
         self._last_characters = {string[-1] for string in strings}
-        num_bytes = [len(string.encode()) for string in strings]
+        longest = max(len(string.encode()) for string in strings)
         # A token has at least one byte. One more token: the first may lose its space.
-        self._num_tokens = max(num_bytes) + 1
+        self._num_tokens = longest + 1
         self._text_of = cache(self._decode_twice)
 
     def _decode_twice(self, token: int) -> str:
@@ -162,6 +162,7 @@ class StopStrings:
         last_tokens = token_ids[-self._num_tokens :]
         pictures = np.flatnonzero(last_tokens < 0)  # which have no text: see `engines.shown`
         if len(pictures):
-            last_tokens = last_tokens[pictures[-1] + 1 :]
+            behind_pictures = pictures[-1] + 1
+            last_tokens = last_tokens[behind_pictures:]
         text = self._decode(last_tokens.tolist())
         return any(string in text for string in self._strings)

@@ -38,8 +38,11 @@ from easyrl.types import Picture, RowPictures
 
 SpanMode = Literal["none", "sliding", "all"]
 """In which layers a picture's tokens see each other in both directions."""
-ArraysOf = Callable[[Sequence[Picture]], Mapping[str, np.ndarray]]
+Arrays = Mapping[str, np.ndarray]
 """A processor's arrays for the pictures of one prompt, by the names of the model's arguments."""
+ArraysOf = Callable[[Sequence[Picture]], Arrays]
+Digests = tuple[str, ...]
+"""Digests of the pictures of a prompt, by which their features are found again."""
 
 PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
 """Names in configurations of the tokens that stand for something else than text."""
@@ -65,10 +68,9 @@ class _Open(NamedTuple):
         """Run the tower's backward pass with the gradients that have been collected."""
         outputs = list[Tensor]()
         gradients = list[Tensor]()
-        pairs = zip(
-            tensors_of(self.encoded.features), tensors_of(self.leaves.features), strict=True
-        )
-        for output, leaf in pairs:
+        computed = tensors_of(self.encoded.features)
+        leaves = tensors_of(self.leaves.features)
+        for output, leaf in zip(computed, leaves, strict=True):
             if output.requires_grad and leaf.grad is not None:
                 outputs.append(output)
                 gradients.append(leaf.grad)
@@ -102,12 +104,12 @@ class Vision:
             self._position_arguments = _parameters(self._base.get_rope_index)
         self._banned = placeholders_of(model.config) | set(placeholder_ids)
         self._shown_deltas: dict[str, int] = {}  # by the digest of a picture that is encoded alone
-        self._kept: OrderedDict[tuple[str, ...], Encoded] = OrderedDict()  # oldest first
+        self._kept: OrderedDict[Digests, Encoded] = OrderedDict()  # oldest first
         self._num_kept_bytes = 0
         self.sends_back = False
         """Whether gradients of a trained tower are collected over micro-batches: then
         `begin_batch` and `finish_batches` are called. Else every forward runs the tower."""
-        self._open: dict[tuple[str, ...], _Open] = {}
+        self._open: dict[Digests, _Open] = {}
         for parameter in tower_parameters(model):
             parameter.requires_grad_(is_trained)
 
@@ -147,23 +149,24 @@ class Vision:
         tokens before it end; behind it they continue its largest one."""
         rows = positions[None]
         for shown, encoded in zip(pictures, every, strict=True):
-            own = self._prompt_positions(ids[shown.start : shown.stop], encoded.grids)
-            if len(rows) != len(own):
-                rows = rows.repeat(len(own), 1)
+            here = slice(shown.start, shown.stop)
+            behind = slice(shown.stop, shown.end)
+            own = self._prompt_positions(ids[here], encoded.grids)  # [A, P]
+            num_axes = len(own)
+            if len(rows) != num_axes:
+                rows = rows.repeat(num_axes, 1)
             # What is shown before it, in the row's order, has moved its first position already.
-            rows[:, shown.start : shown.stop] = own + int(rows[0, shown.start])
-            rows[:, shown.stop : shown.end] += _delta(own)
+            first = int(rows[0, shown.start])
+            rows[:, here] = own + first
+            rows[:, behind] += _delta(own)
         return rows
 
-    def position_delta(self, ids: Sequence[int], arrays: Mapping[str, np.ndarray]) -> int:
+    def position_delta(self, ids: Sequence[int], arrays: Arrays) -> int:
         """Return what is added to the positions of the tokens behind a prompt with pictures."""
         if not self.has_axes:
             return 0
         tokens = torch.tensor(ids, dtype=torch.int64)
-        grids = {}
-        for name, array in arrays.items():
-            if name in self._position_arguments:
-                grids[name] = torch.from_numpy(array)
+        grids = _chosen(_as_tensors(arrays), self._position_arguments)
         return _delta(self._prompt_positions(tokens, grids))
 
     def shown_delta(self, ids: np.ndarray, picture: Picture) -> int:
@@ -171,7 +174,8 @@ class Vision:
         tokens and is encoded by itself."""
         known = self._shown_deltas.get(picture.digest)
         if known is None:
-            known = self.position_delta(ids.tolist(), self._arrays_of((picture,)))
+            arrays = self._arrays_of((picture,))
+            known = self.position_delta(ids.tolist(), arrays)
             self._shown_deltas[picture.digest] = known
             if len(self._shown_deltas) > MAX_DELTAS:
                 oldest = next(iter(self._shown_deltas))
@@ -181,8 +185,9 @@ class Vision:
     def _prompt_positions(self, ids: Tensor, grids: Mapping[str, Tensor]) -> Tensor:
         """Return the positions [A, P] of a prompt's tokens [P]."""
         kinds = (ids == self.placeholder_id).int()
-        found = self._base.get_rope_index(ids[None], mm_token_type_ids=kinds[None], **grids)
-        positions: Tensor = found[0][:, 0]
+        batch_of_one = ids[None]
+        found, *_ = self._base.get_rope_index(batch_of_one, mm_token_type_ids=kinds[None], **grids)
+        positions: Tensor = found[:, 0]  # of [A, 1, P]
         return positions
 
     def spans_of(self, ids: np.ndarray, pictures: Iterable[RowPictures]) -> Spans | None:
@@ -191,11 +196,8 @@ class Vision:
             return None
         places = list[tuple[int, int]]()
         for prompt in pictures:
-            is_placeholder = ids[prompt.start : prompt.stop] == self.placeholder_id
-            edges = np.diff(is_placeholder.astype(np.int8), prepend=0, append=0)
-            starts = prompt.start + np.flatnonzero(edges == 1)
-            stops = prompt.start + np.flatnonzero(edges == -1)
-            places += zip(starts.tolist(), stops.tolist(), strict=True)
+            tokens = ids[prompt.start : prompt.stop]
+            places += _runs_of(self.placeholder_id, tokens, offset=prompt.start)
         if not places:
             return None
         return Spans(tuple(places), only_sliding=self._spans == "sliding")
@@ -239,8 +241,10 @@ class Vision:
     def begin_batch(self, pictures: Iterable[RowPictures]) -> None:
         """Send the gradients of features back that the next micro-batch does not use."""
         used = {_digests(prompt) for prompt in pictures}
-        for key in [key for key in self._open if key not in used]:
-            self._open.pop(key).send_back()
+        for key in list(self._open):
+            if key not in used:
+                done = self._open.pop(key)
+                done.send_back()
 
     def finish_batches(self) -> None:
         """Send all gradients back, before the optimizer's step."""
@@ -254,18 +258,14 @@ class Vision:
         arrays = prompt.arrays
         if arrays is None:
             arrays = self._arrays_of(prompt.pictures)
-        device = self._model.device
-        tensors = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+        tensors = _as_tensors(arrays, self._model.device)
         self.num_encoded += 1
-        features = self._base.get_image_features(
-            **_chosen(tensors, self._encoder_arguments), return_dict=True
-        )
-        return Encoded(
-            without_tower_states(features),
-            grids=_chosen(tensors, self._position_arguments),
-        )
+        encoder_arguments = _chosen(tensors, self._encoder_arguments)
+        grids = _chosen(tensors, self._position_arguments)
+        features = self._base.get_image_features(**encoder_arguments, return_dict=True)
+        return Encoded(without_tower_states(features), grids)
 
-    def _keep(self, pictures: tuple[str, ...], encoded: Encoded) -> None:
+    def _keep(self, pictures: Digests, encoded: Encoded) -> None:
         """Keep features, and drop those that were not used for longest beyond FEATURES_BYTES."""
         self._kept[pictures] = encoded
         self._num_kept_bytes += _num_bytes(encoded)
@@ -295,7 +295,7 @@ def text_parts(model: Any) -> list[nn.Module]:
     return [part for part in parts if part is not None]
 
 
-def _digests(prompt: RowPictures) -> tuple[str, ...]:
+def _digests(prompt: RowPictures) -> Digests:
     return tuple(picture.digest for picture in prompt.pictures)
 
 
@@ -304,7 +304,8 @@ def _detached(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().requires_grad_()
     if isinstance(value, Mapping):
-        return type(value)(**{name: _detached(part) for name, part in value.items()})
+        parts = {name: _detached(part) for name, part in value.items()}
+        return type(value)(**parts)
     return [_detached(part) for part in value]
 
 
@@ -317,7 +318,10 @@ def without_tower_states(features: Any) -> Any:
 def join_features(every: Sequence[Any]) -> Any:
     """Join the outputs of a tower for several prompts, as if it had run for all their pictures."""
     first = every[0]
-    joined = {name: _joined([each[name] for each in every]) for name in first}
+    joined = {}
+    for name in first:
+        of_prompts = [each[name] for each in every]
+        joined[name] = _joined(of_prompts)
     return type(first)(**joined)
 
 
@@ -340,13 +344,30 @@ def tensors_of(value: Any) -> list[Tensor]:
     return [tensor for part in parts for tensor in tensors_of(part)]
 
 
+def _runs_of(token: int, ids: np.ndarray, *, offset: int) -> list[tuple[int, int]]:
+    """Return (start, stop) of each run of a token in ids [P], which begin at `offset` in a row."""
+    is_token = (ids == token).astype(np.int8)
+    edges = np.diff(is_token, prepend=0, append=0)
+    starts = np.flatnonzero(edges == 1) + offset
+    stops = np.flatnonzero(edges == -1) + offset
+    return list(zip(starts.tolist(), stops.tolist(), strict=True))
+
+
+def _as_tensors(arrays: Arrays, device: torch.device | None = None) -> dict[str, Tensor]:
+    """Return a processor's arrays as tensors on the device; None: the CPU."""
+    tensors = {}
+    for name, array in arrays.items():
+        tensors[name] = torch.from_numpy(array).to(device)
+    return tensors
+
+
 def _delta(positions: Tensor) -> int:
     """Return what is added to the positions of the tokens behind a prompt with these [A, P]."""
     return int(positions.max()) + 1 - positions.shape[1]
 
 
 def _num_bytes(encoded: Encoded) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(encoded.features))
+    return sum(tensor.nbytes for tensor in tensors_of(encoded.features))
 
 
 def placeholders_of(config: Any) -> set[int]:

@@ -98,33 +98,63 @@ def _find_best(runs: Sequence[History], summaries: Sequence[Mapping[str, Any]]) 
     if len(runs) < 2:
         return None
     measure = "held-out accuracy"
-    values = [summary.get("accuracy_after") for summary in summaries]
-    errors = [summary.get("error_after") for summary in summaries]
-    if None in values:
+    reached = _results_of(summaries, "accuracy_after", error_name="error_after")
+    if reached is None:
         measure = "reward of the last iterations"
-        values = [summary.get("reward_last") for summary in summaries]
-        errors = [None] * len(runs)
-    if None in values:
+        reached = _results_of(summaries, "reward_last", error_name=None)
+    if reached is None:
         return None
-    different = [key for key in KEYS if key.split(".")[0] in MEASURES and _differs(runs, key)]
+    different = _different_measures(runs)
     if different:
         keys = ", ".join(different[:3])
         return Best(None, f"none is named, since {keys} differ: the runs measure different things")
-    order = sorted(range(len(runs)), key=lambda number: values[number] or 0.0, reverse=True)
-    first, second = order[:2]
-    text = f"{runs[first].name}, {measure} {with_error(values[first], errors[first])}"
-    other = f"{runs[second].name} ({with_error(values[second], errors[second])})"
-    if values[first] == values[second]:
-        return Best(None, f"none: {runs[first].name} and {other} have the same {measure}")
-    change = Change(values[second] or 0.0, values[first] or 0.0, errors[second], errors[first])
-    text += f"; the next is {other}"
+    from_best = sorted(reached, key=lambda result: result.value, reverse=True)  # ties keep order
+    first, second = from_best[:2]
+    name = runs[first.number].name
+    other = f"{runs[second.number].name} ({second})"
+    if first.value == second.value:
+        return Best(None, f"none: {name} and {other} have the same {measure}")
+    text = f"{name}, {measure} {first}; the next is {other}"
+    change = Change(second.value, first.value, second.error, first.error)
     if change.is_clear is False:
         return Best(None, f"{text}: too few problems or iterations to tell them apart")
-    return Best(first, text)
+    return Best(first.number, text)
 
 
-def _differs(runs: Sequence[History], key: str) -> bool:
-    return any(run.settings[key] != runs[0].settings[key] for run in runs)
+class _Result(NamedTuple):
+    """What a run has reached."""
+
+    number: int  # place among the runs
+    value: float
+    error: float | None  # standard error, where it is known
+
+    def __str__(self) -> str:
+        return with_error(self.value, self.error)
+
+
+def _results_of(
+    summaries: Sequence[Mapping[str, Any]], name: str, *, error_name: str | None
+) -> list[_Result] | None:
+    """Return this result of each run; None unless all have it."""
+    results = list[_Result]()
+    for number, summary in enumerate(summaries):
+        value = summary.get(name)
+        if value is None:
+            return None
+        error = summary.get(error_name) if error_name else None
+        results.append(_Result(number, value, error))
+    return results
+
+
+def _different_measures(runs: Sequence[History]) -> list[str]:
+    """Return the settings that differ between the runs and decide what their results mean."""
+    different = []
+    for key in KEYS:
+        section = key.partition(".")[0]
+        values = [run.settings[key] for run in runs]
+        if section in MEASURES and any(value != values[0] for value in values):
+            different.append(key)
+    return different
 
 
 def _overview(
@@ -146,11 +176,15 @@ def _overview(
 
 def _details(runs: Sequence[History], results: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
     """Return the rows of the table behind the figures: devices, speed, checksums."""
-    rows = {"folder": [safe(str(run.folder)) for run in runs], "devices": []}
-    for run in runs:
-        devices = [f"{name}: {device}" for name, device in run.devices.items()]
-        rows["devices"].append(", ".join(devices) or "unknown")
+    folders = [safe(str(run.folder)) for run in runs]
+    devices = [_devices_of(run) for run in runs]
+    rows = {"folder": folders, "devices": devices}
     return rows | _table(results, is_detail=True)
+
+
+def _devices_of(run: History) -> str:
+    names = [f"{name}: {device}" for name, device in run.devices.items()]
+    return ", ".join(names) or "unknown"
 
 
 def _table(results: Sequence[Mapping[str, str]], *, is_detail: bool) -> dict[str, list[str]]:
@@ -208,4 +242,5 @@ def _sample(folder: Path, sample: tuple[Line, int]) -> ShownSample:
         if file.is_file():
             content = base64.b64encode(file.read_bytes()).decode()
             pictures.append(f"data:image/jpeg;base64,{content}")
-    return ShownSample(reward, " · ".join(columns_of(others, MAX_VALUE)), line, pictures)
+    columns = " · ".join(columns_of(others, MAX_VALUE))
+    return ShownSample(reward, columns, line, pictures)

@@ -13,7 +13,7 @@ from rich.text import Text
 from easyrl.events import JUDGE_REPLIES
 from easyrl.formatting import ConfigError, counted, printable, shorten
 from easyrl.observe.run_files import GrowingFile
-from easyrl.observe.text import safe, say_rich
+from easyrl.observe.text import safe, say_rich, shown
 from easyrl.runtime.run_folder import PICTURES, from_1
 
 SAMPLES = "samples.jsonl"
@@ -187,8 +187,12 @@ def columns_of(line: Line, max_length: int) -> list[str]:
     for name, value in values.items():
         if name in LEFT_OUT or (name in ONLY_IF_SET and not value):
             continue
-        shown = value + 1 if name == "sample" else value
-        text = f"{shown:.3g}" if isinstance(shown, float) else str(shown)
+        if name == "sample":
+            text = str(value + 1)
+        elif value is None or isinstance(value, float):
+            text = shown(value, ".3g")
+        else:
+            text = str(value)
         text = shorten(text, max_length)
         columns.append(printable(f"{name} {text}"))
     return columns

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from easyrl import events
 from easyrl.events import Event, Note
 from easyrl.formatting import shorten
+from easyrl.observe.text import shown
 
 PROJECT = "easyrl"
 END_SECONDS = 10.0  # longest wait for trackers to send the rest when the run ends
@@ -198,7 +199,8 @@ class Trackers:
         for data in pictures:
             if len(self._pictures) < MAX_PICTURES and group.samples:
                 sample = group.samples[0]
-                caption = f"reward {sample.reward:.3g}: {shorten(sample.completion, MAX_CAPTION)}"
+                reward = shown(sample.reward, ".3g")
+                caption = f"reward {reward}: {shorten(sample.completion, MAX_CAPTION)}"
                 self._pictures.append(ShownPicture(data, caption))
 
     def _log(self, iteration: int, values: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ What happens between two turns of a completion is up to its episodes (`environme
 alternates between one engine step and everything else.
 """
 
+import math
 import time
 import zlib
 from collections import deque
@@ -571,12 +572,13 @@ class RolloutWorker:
         for index, name in enumerate(self.spec.rewards.names):
             is_skipped = not scored.scores
             scores[name] = [None] * len(rewards) if is_skipped else scored.scores[index]
+        has_reward = not self.spec.rewards.scores_nothing
         samples: list[events.Sample] = []
         for index, completion in enumerate(shown):
             raw = (prompt, decode(completion.token_ids.tolist())) if is_kept else ()
             sample = events.Sample(
                 completion=group.texts[index],
-                reward=float(rewards[index]),
+                reward=float(rewards[index]) if has_reward else math.nan,
                 advantage=float(advantages[index]),
                 columns=_entry(scored.columns, index),
                 rewards=_entry(scores, index),

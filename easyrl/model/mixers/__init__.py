@@ -93,7 +93,10 @@ def count_layers(config: Mapping[str, Any]) -> int:
 
 def _num_layers_of(config: Mapping[str, Any], kinds: Sequence[str]) -> int:
     listed = _listed_layers(config)
-    return sum(kind in kinds for kind in listed) if listed else count_layers(config)
+    if not listed:
+        return count_layers(config)
+    of_these = [kind for kind in listed if kind in kinds]
+    return len(of_these)
 
 
 def _listed_layers(config: Mapping[str, Any]) -> Sequence[str]:
@@ -121,10 +124,13 @@ def _elements_of_state(config: Mapping[str, Any]) -> int:
     state_size = _first_of(config, MAMBA_STATE_SIZES)
     if state_size is None:
         return 0
-    inner = (_first_of(config, MAMBA_HEADS) or 0) * (_first_of(config, MAMBA_HEAD_SIZES) or 0)
+    num_heads = _first_of(config, MAMBA_HEADS) or 0
+    head_size = _first_of(config, MAMBA_HEAD_SIZES) or 0
     groups = _first_of(config, MAMBA_GROUPS) or 1
-    kernel = _first_of(config, MAMBA_KERNELS) or 0
-    return inner * state_size + (inner + 2 * groups * state_size) * kernel
+    kernel_size = _first_of(config, MAMBA_KERNELS) or 0
+    inner = num_heads * head_size
+    channels = inner + 2 * groups * state_size  # of the convolution
+    return inner * state_size + channels * kernel_size
 
 
 def _first_of(config: Mapping[str, Any], keys: Sequence[str]) -> int | None:

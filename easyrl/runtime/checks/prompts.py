@@ -132,8 +132,14 @@ def tokens_by_size(processor: Processor, sizes: Sizes) -> dict[PictureSize, int]
     different = set[PictureSize]()
     for of_prompt in sizes.values():
         different.update(of_prompt)
-    ordered = sorted(different, key=lambda size: (size.height * size.width, size), reverse=True)
-    return {size: processor.num_tokens(size) for size in ordered[:MAX_SIZES]}
+    largest = sorted(different, key=_by_pixels, reverse=True)[:MAX_SIZES]
+    return {size: processor.num_tokens(size) for size in largest}
+
+
+def _by_pixels(size: PictureSize) -> tuple[int, PictureSize]:
+    """Order sizes by their pixels, and those with as many always in the same way."""
+    num_pixels = size.height * size.width
+    return num_pixels, size
 
 
 def _check_conversations(spec: RunSpec, interfaces: Interfaces, tokenizer: Any) -> None:
