@@ -40,8 +40,18 @@ def test_a_check_is_made_once_when_all_that_it_needs_is_known(monkeypatch):
     checks.add(disk=2)
     checks.add(config=3)
     assert calls == [(1, 2)] and checks.warnings == ["a warning"]
+    checks.finish()
     Checks(Stage.PLAN).add(config=1, disk=2)
     assert len(calls) == 1
+
+
+def test_a_check_whose_facts_no_stage_adds_is_noticed(monkeypatch):
+    check = Check(lambda disk: None, ("disk",), frozenset({Stage.START}))
+    monkeypatch.setattr("easyrl.runtime.checks.CHECKS", [check])
+    checks = Checks(Stage.START)
+    checks.finish(unknown=["disk"])
+    with pytest.raises(AssertionError, match="disk"):
+        checks.finish()
 
 
 def answers(config, *, is_evaluated=True):

@@ -5,6 +5,7 @@ import re
 import runpy
 from functools import reduce
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 from hypothesis import given
@@ -23,6 +24,8 @@ from easyrl.config import (
 )
 from easyrl.config.devices import parse_device_set
 from easyrl.config.hints import INSTEAD, names_of_others
+from easyrl.config.schema import SECTIONS, keys_marked
+from easyrl.config.section import MAY_CHANGE
 from easyrl.runtime.placement import check_disjoint
 from easyrl.runtime.resolve import resolve
 
@@ -93,6 +96,7 @@ LATEX = r"\nabla f, \neq, \nu_1 and \not: \text{{x}}"
         *(("data.preset", text, None) for text in ("null", "~", "", "None")),
         *((f"data.{key}", "None", None) for key in ("system_prompt", "prompt_column")),
         ("data.chat_template", "None", None),
+        ("data.answer_from", "none", None),
         ("algorithm.scale_rewards", "none", "none"),
         ("reward.functions", "None", None),
         # Lists, mappings and other forms.
@@ -127,6 +131,15 @@ def test_a_removed_setting_of_earlier_runs_is_read(tmp_path):
     assert load_config(file) == load_config(None, {"runtime": {"restart": "on_failure", "seed": 5}})
     with pytest.raises(ConfigError, match=r"runtime\.restart"):
         load_config(file, {}, ["runtime.restart=on_failure"])
+
+
+def test_each_mark_of_a_field_is_found():
+    """One inside a union, as in `MayChange[int] | None`, would be lost."""
+    for section in SECTIONS.values():
+        for name, annotation in get_type_hints(section, include_extras=True).items():
+            for part in get_args(annotation):
+                assert "Mark." not in str(get_args(part)), f"{section.__name__}.{name}"
+    assert "train.iterations" in keys_marked(MAY_CHANGE)
 
 
 def test_generated_files_are_current():
@@ -167,6 +180,7 @@ def test_commented_yaml_loads_again_to_an_equal_config(text, number, texts, tmp_
         *("runtime.schedule=async", "runtime.resume=auto", "reward.pattern=a", "model.lora=1"),
         *("model.path=", "model.lora.alpha=2", "data.dataset=[]", "data.weights=[1, 2]"),
         *(f"data.chat_template={text}" for text in ("no_such.j2", "chatml", "default", "/tmp")),
+        "reward.model_device=true",
         *("data.system_prompt=s.txt", "data.system_prompt=a/b.md", "data.prompt_template=t.jinja"),
         *("train.max_tokens_per_micro_batch=767", "train.updates_per_iteration=3"),
         *(f"devices.infer={text}" for text in ("3-1", "0,,2", "gpu", "cpu:0", "0-2,1")),

@@ -63,6 +63,7 @@ def checked(*conditions, **settings):
         ("logged/steps > 1", {}, "needs a reward function of your own"),
         ("rewards/math/mean > 1", {}, "did you mean rewards/score/mean?"),
         ("mean_reward > 1", {}, "did you mean reward?"),
+        ("completion_length > 400", {}, "did you mean completions/mean_length?"),
         ("critic/rewards/mean > 1", {}, "did you mean reward?"),
         ("objective/kl > 1", {}, "did you mean kl?"),
         ("steps > 1", {"reward.functions": ["mine.py:f"]}, "logged/NAME"),

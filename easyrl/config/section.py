@@ -15,7 +15,8 @@ from pydantic import (
 
 
 class Mark(Enum):
-    """Facts about a key, as `iterations: MayChange[int]`; `config.keys_marked` lists the keys."""
+    """Facts about a key; `config.keys_marked` lists the keys. A field has one by the outermost type
+    of its annotation: `seconds: MayChange[float | None]`."""
 
     MAY_CHANGE = "how long, where and how fast a run is, not what is trained: free on resuming"
     COMPARED = "answers of an evaluation depend on it, and eval.json has it in no other form"
@@ -27,9 +28,13 @@ MAY_CHANGE, COMPARED, PROMPT_FORM, NAMES_FILES = Mark
 
 T = TypeVar("T")
 MayChange = Annotated[T, MAY_CHANGE]
+"""Type of a key that may have another value when a run is resumed."""
 Compared = Annotated[T, COMPARED]
+"""Type of a key that two evaluations are compared by."""
 PromptForm = Annotated[T, PROMPT_FORM]
+"""Type of a key that decides how a row becomes a prompt."""
 NamesFiles = Annotated[T, NAMES_FILES]
+"""Type of a key whose value may be a path."""
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]

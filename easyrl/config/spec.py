@@ -4,11 +4,11 @@
                            ├──► RolloutSpec ──► a rollout worker
                            └──► TrainSpec ────► a train worker
 
-Nothing here is `auto` or null where a run uses a value, but `EngineSpec.name` and
-`OptimizerSpec.reshard`, which depend on the devices. `LossOptions.config` is the only whole config,
-for a loss of the user's own. A part has no torch and no code of the
-user's, is never changed, and can be pickled for a process. The config's sections explain the
-settings: a field has its key's name and meaning unless a comment says something else.
+Nothing here is `auto` or null where a run uses a value, but what depends on the devices:
+`EngineSpec.name`, `memory_fraction` and `max_concurrent_groups`, and `OptimizerSpec.reshard`.
+`LossOptions.config` is the only whole config, for a loss of the user's own. A part has no torch and
+no code of the user's, is never changed, and can be pickled for a process. The config's sections
+explain the settings: a field has its key's name and meaning unless a comment says something else.
 """
 
 from collections.abc import Mapping, Sequence

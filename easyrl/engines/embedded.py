@@ -463,6 +463,8 @@ class EmbeddedEngine(PolicyEngine):
         others = [node for node in new_nodes if node not in prompts]
         behind_prefixes = [node for node in others if node.family is None]
         continuing = [node for node in others if node.family is not None]
+        # The parts have the order of `StepLayout`: active rows, resumed rows, continuing nodes,
+        # nodes behind prefixes, prompts.
         parts = _Tokens()
         newest = active["tokens"][np.arange(n), active["count"] - 1]
         logits_at = parts.add(newest, active["position"] + active["shift"]).tolist()

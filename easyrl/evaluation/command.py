@@ -119,6 +119,7 @@ def check_evaluation(config: Config, base: str | None = None) -> Plan:
     checks.add(placement=placement, has_compiler=devices.has_c_compiler())
     fitted = _fit_memory(spec, placement, model.size, sampling.num_samples)
     checks.add(parts=fitted.parts)
+    checks.finish()
     for warning in checks.warnings:
         say(warning)
     by_id = dict(zip(problem_ids(prompts), prompts, strict=True))

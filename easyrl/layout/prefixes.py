@@ -70,8 +70,10 @@ def merge_prefixes(
     is_kept = kept == every_token
     if is_kept.all() and joined.is_depth_first:
         return Merged(Arrangement(joined, every_token), every_token)
+    # Three numberings: of the joined trees (`tokens`), of the tokens that stay (`numbers`), and of
+    # the row, where nodes stand depth first (`places`).
     tokens = np.flatnonzero(is_kept)
-    numbers = np.zeros(num_tokens, np.int64)  # of the tokens that stay, among these
+    numbers = np.zeros(num_tokens, np.int64)
     numbers[tokens] = np.arange(len(tokens))
     before = renumbered(joined.predecessors[tokens], numbers[kept])
     # A node of the trees stays a node, so that trees that share nothing stay as they are.
@@ -80,6 +82,7 @@ def merge_prefixes(
     arranged = TokenTree.of_predecessors(before, cuts).depth_first(cuts)
     row = Arrangement(arranged.tree, tokens[arranged.tokens])
     places = row.first_places(num_tokens)
+    # A token that was joined to another one stands where that one does.
     return Merged(row, places[kept])
 
 

@@ -253,6 +253,8 @@ class _LaidOut(NamedTuple):
 
 
 def _lay_out(rollouts: Sequence[Rollout], *, shares_prompts: bool) -> _LaidOut:
+    """Lay out rollouts of one prompt. Their tokens are numbered as in `[P | R1 | R2 | ...]`, those
+    of contexts from the completion's first one on; `places` are those in the row."""
     num_prompt = len(rollouts[0].prompt_ids)
     parts = list[_Part]()
     for rollout in rollouts:

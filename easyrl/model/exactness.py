@@ -31,7 +31,7 @@ from easyrl.model.files import fingerprint
 from easyrl.model.mixers import recurrent, unsupported_layer
 from easyrl.model.mixers.attention import ATTENTION_NAME
 from easyrl.model.mixers.interface import UnsupportedLayer
-from easyrl.model.mixers.kinds import checked_tree, connect
+from easyrl.model.mixers.kinds import checked_tree, connect, has_states
 from easyrl.model.mixers.recording import RecordingLayout
 from easyrl.model.policy import decoder_layers
 from easyrl.model.towers import Tower
@@ -168,11 +168,11 @@ def _uses_interface(model: Any) -> bool:
 
 def _unsupported_reason(model: Any) -> str | None:
     layer_types = getattr(model.config.get_text_config(), "layer_types", None) or ()
-    has_states = bool(recurrent.find_layers(model))
-    reason = unsupported_layer(layer_types, may_have_states=has_states)
+    keeps_states = has_states(model)
+    reason = unsupported_layer(layer_types, may_have_states=keeps_states)
     if reason is not None:
         return reason
-    if _uses_interface(model) or has_states:
+    if _uses_interface(model) or keeps_states:
         return None
     return f"no layer of {type(model).__name__} uses transformers' attention interface"
 

@@ -146,7 +146,8 @@ class Vision:
         every: Sequence[Encoded],
     ) -> Tensor:
         """Return the positions [A, T] of a row. Those of a prompt, or a picture, begin where the
-        tokens before it end; behind it they continue its largest one."""
+        tokens before it end; behind it they continue its largest one. So each picture moves all
+        that stands behind it on its path, also later pictures."""
         rows = positions[None]
         for shown, encoded in zip(pictures, every, strict=True):
             here = slice(shown.start, shown.stop)

@@ -150,8 +150,11 @@ def check_run(
         raise ConfigError(f"{error}{_what_fits(spec, config, placement, model.size)}") from None
 
     identity = _identity(spec, prompts, problems)
-    if resume is not None:
+    if resume is None:
+        checks.finish(unknown=["saved_identity"])
+    else:
         checks.add(saved_identity=resume.state.identity, identity=identity)
+        checks.finish()
     return Preflight(
         config,
         spec,

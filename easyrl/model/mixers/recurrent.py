@@ -307,7 +307,12 @@ class _Sequence:
 
 
 def _batches_of(tree: TokenTree) -> list[_Batch]:
-    """Return the batches, each behind that which its rows continue."""
+    """Return the batches, each behind that which its rows continue.
+
+    transformers' code continues a state only with SMALLEST_CONTINUATION tokens or more. A shorter
+    inner node is not run by itself: each of its children runs its token again, before its own, from
+    the state of the grandparent. Only the first child's run gives the output of that token.
+    """
     batches = list[_Batch]()
     leaves: dict[int, list[_Sequence]] = {}  # by the node whose state they continue
     run_with_children = set[int]()  # inner nodes of one token

@@ -5,11 +5,12 @@ facts of a start and of a plan, `evaluation.command` those of an evaluation; eac
 soon as all that it needs is known. What a plan cannot know is not added, and so not checked: the
 disk and the compiler of machines that are elsewhere, the rows of a hub that cannot be reached.
 
-A new check is a function in one of this package's files and an entry in `CHECKS`. What cannot be
+A new check is a function in one of this package's files and an entry in `CHECKS`. If it needs what
+a stage does not add yet, that stage has to add it: `finish` fails otherwise. What cannot be
 found at all is refused where it is looked for: a model's files, data, devices that do not exist.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -118,3 +119,8 @@ class Checks:
         for check in ready:
             arguments = {name: self._facts[name] for name in check.needs}
             self.warnings += check.function(**arguments) or ()
+
+    def finish(self, *, unknown: Collection[str] = ()) -> None:
+        """Assert that all checks of the stage were made, but those that need an `unknown` fact."""
+        forgotten = [check for check in self._waiting if not set(check.needs) & set(unknown)]
+        assert not forgotten, f"facts of these checks were not added: {forgotten}"

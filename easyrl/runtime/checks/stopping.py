@@ -38,15 +38,19 @@ def check_stop_when(spec: RunSpec) -> Sequence[str]:
 
 
 def _similar(name: str, names: Iterable[str]) -> list[str]:
-    """Return the names that may be meant, by the first of these rules that finds any: similar as a
-    whole; in the last part, of those that begin alike (`rewards/score/mean` for
+    """Return the names that may be meant, by the first of these rules that finds any: the mean of
+    what `name` says (`completions/mean_length` for `completion_length`); similar as a whole; in the
+    last part, of those that begin alike (`rewards/score/mean` for
     `rewards/math/mean`); made of words of `name` (`reward` for `mean_reward`); in the last part."""
+    words = _words_of(name)
+    means = [each for each in names if _words_of(each) == words | {"mean"}]
+    if means:
+        return means[:1]
     whole = similar_names(name, [*names])
     if whole:
         return whole
     group = name.partition("/")[0]
     alike = [each for each in names if each.startswith(f"{group}/")]
-    words = _words_of(name)
     made_of_them = [each for each in names if _words_of(each) <= words]
     longest = sorted(made_of_them, key=len, reverse=True)[:1]
     return _similar_in_last_part(name, alike) or longest or _similar_in_last_part(name, names)
