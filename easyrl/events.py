@@ -180,7 +180,7 @@ class Sample(Message):
     """One scored completion as text."""
 
     completion: str
-    reward: float  # NaN: the run has no rewards, or this group was skipped
+    reward: float  # NaN: nothing scores trained groups, or this one was skipped
     advantage: float
     columns: Mapping[str, Any]  # values that reward functions logged for it (`log_extra`)
     rewards: Mapping[str, float | None] = field(default_factory=dict)  # by function

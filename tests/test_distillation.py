@@ -1,5 +1,6 @@
 """A teacher: gradients of every objective, whole runs, and teachers that do not fit."""
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -162,6 +163,12 @@ def test_prompts_alone_are_enough_and_such_a_run_can_be_evaluated(tmp_path):
     words = ["--model", run, "--dataset", "arithmetic", "data.num_held_out=4", "--no-live"]
     out = easyrl("eval", *words, "--output", tmp_path / "eval")
     assert out.exit_code == 0 and "accuracy" in out.stdout, out.output
+    # Nothing scores these problems: their answers count as wrong, not as failed reward calls.
+    words = ["--model", run, "--dataset", rows, "--no-live", "--output", tmp_path / "unscored"]
+    out = easyrl("eval", *words)
+    assert out.exit_code == 0, out.output
+    unscored = json.loads((tmp_path / "unscored" / "eval.json").read_text())
+    assert (unscored["accuracy"], unscored["num_problems"]) == (0.0, 9)
 
 
 @pytest.mark.parametrize(("words", "named"), [

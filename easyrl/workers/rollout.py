@@ -9,7 +9,6 @@ What happens between two turns of a completion is up to its episodes (`environme
 alternates between one engine step and everything else.
 """
 
-import math
 import time
 import zlib
 from collections import deque
@@ -453,7 +452,10 @@ class RolloutWorker:
         group = self._as_rollout_group(iteration, own, judged)
         num_kept = self.spec.num_samples_kept
         is_sample = (num_kept is None or own.index < num_kept) and not judged.is_rejected
-        samples = self._samples(own, scored, judged.rewards, group.advantages, is_kept=is_sample)
+        shown_rewards = judged.rewards
+        if self.spec.rewards.scores_nothing:  # evaluations count such answers as wrong instead
+            shown_rewards = np.full_like(judged.rewards, np.nan)
+        samples = self._samples(own, scored, shown_rewards, group.advantages, is_kept=is_sample)
         num_prompt = len(own.prompt_ids)
         report = events.GroupScored(
             iteration=iteration + 1,
@@ -572,13 +574,12 @@ class RolloutWorker:
         for index, name in enumerate(self.spec.rewards.names):
             is_skipped = not scored.scores
             scores[name] = [None] * len(rewards) if is_skipped else scored.scores[index]
-        has_reward = not self.spec.rewards.scores_nothing
         samples: list[events.Sample] = []
         for index, completion in enumerate(shown):
             raw = (prompt, decode(completion.token_ids.tolist())) if is_kept else ()
             sample = events.Sample(
                 completion=group.texts[index],
-                reward=float(rewards[index]) if has_reward else math.nan,
+                reward=float(rewards[index]),
                 advantage=float(advantages[index]),
                 columns=_entry(scored.columns, index),
                 rewards=_entry(scores, index),
