@@ -133,36 +133,28 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx: Any, chunks: _Chunks, hidden: Tensor, *weights: Tensor
     ) -> tuple[Tensor, Tensor]:
         """`weights`: those of the head, among others, so that they get a gradient."""
-        logprobs = list[Tensor]()
-        entropies = list[Tensor]()
-        log_totals = list[Tensor]()
+        reduced = list[_Reduced]()
         kept = list[_ChunkLogits]()
         starts = range(0, len(hidden), chunks.length)
         for number, start in enumerate(starts):
             rows = hidden[start : start + chunks.length]
             targets = chunks.targets[start : start + chunks.length]
             if number < len(starts) - chunks.num_kept:
-                logits = chunks.head(rows)
+                reduced.append(_reduce(chunks.head(rows), targets, chunks.temperature))
             else:
                 kept.append(_differentiable_logits(chunks.head, rows))
-                logits = kept[-1].logits
-            scores = shifted_scores(logits, chunks.temperature)
-            exponentials = scores.exp()
-            total = block_sums(exponentials).sum(dim=-1)
-            log_total = total.log()
-            log_totals.append(log_total)
-            logprobs.append(scores.gather(1, targets.unsqueeze(1)).squeeze(1) - log_total)
-            weighted = exponentials.mul_(scores).nansum(dim=-1)  # 0 · log 0 is 0
-            entropies.append(log_total - weighted / total)
-        all_entropies = torch.cat(entropies)
+                reduced.append(_reduce(kept[-1].logits, targets, chunks.temperature))
+        logprobs = torch.cat([each.logprobs for each in reduced])
+        entropies = torch.cat([each.entropies for each in reduced])
+        log_totals = torch.cat([each.log_totals for each in reduced])
         if not chunks.has_entropy_gradient:
-            ctx.mark_non_differentiable(all_entropies)
+            ctx.mark_non_differentiable(entropies)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, chunks.targets, all_entropies, torch.cat(log_totals))
+        ctx.save_for_backward(hidden, chunks.targets, entropies, log_totals)
         ctx.chunks = chunks
         ctx.kept = kept
         ctx.weights = weights
-        return torch.cat(logprobs), all_entropies
+        return logprobs, entropies
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
@@ -197,6 +189,26 @@ class _TokenLogprobs(torch.autograd.Function):
             of_hidden[chunk] = of_rows
             _add_in_float32(of_weights, of_chunk)
         return None, of_hidden, *of_weights
+
+
+class _Reduced(NamedTuple):
+    """What is left of a chunk's logits: [n] each."""
+
+    logprobs: Tensor
+    entropies: Tensor
+    log_totals: Tensor
+
+
+def _reduce(logits: Tensor, targets: Tensor, temperature: float) -> _Reduced:
+    """Reduce logits [n, V] by the formulas of `_TokenLogprobs`."""
+    scores = shifted_scores(logits, temperature)
+    del logits  # so that three tensors of this size exist at most, unless it is kept
+    exponentials = scores.exp()
+    total = block_sums(exponentials).sum(dim=-1)
+    log_total = total.log()
+    logprobs = scores.gather(1, targets.unsqueeze(1)).squeeze(1) - log_total
+    weighted = exponentials.mul_(scores).nansum(dim=-1)  # 0 · log 0 is 0
+    return _Reduced(logprobs, log_total - weighted / total, log_total)
 
 
 def _gradient_of_logits(

@@ -111,8 +111,9 @@ def head_bytes(model: ModelSize, batch: TrainedBatch, dtype: str, *, is_on_cpu: 
         gradient += FLOAT_BYTES
         if is_on_cpu:
             kept = chunk * min(num_chunks, CPU_KEPT_BYTES // chunk)
-    backward = 2 * chunk + kept + gradient * _trained_head(model)
-    return max(NUM_LIVE_CHUNKS * chunk, backward)
+    forward = NUM_LIVE_CHUNKS * chunk
+    backward = 2 * chunk + gradient * _trained_head(model)
+    return kept + max(forward, backward)
 
 
 def gathered_bytes(model: ModelSize, dtype: str, *, drops_layers: bool) -> int:

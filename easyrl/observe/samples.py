@@ -93,8 +93,8 @@ def show_samples(
 
 def _print_text(text: Any, style: str = "") -> None:
     """Print a text of any origin, and an empty line."""
-    shown = safe(str(text), MAX_TEXT)
-    say_rich(Text(f"{shown}\n", style))
+    printed = safe(str(text), MAX_TEXT)
+    say_rich(Text(f"{printed}\n", style))
 
 
 def _parse_iterations(text: str) -> range:
@@ -122,8 +122,8 @@ def about_pictures(folder: Path, line: Line) -> str:
     files = picture_files(folder, line)
     if not files:
         return ""
-    shown = ", ".join(map(str, files))
-    return f"{counted(len(files), 'picture')}: {shown}"
+    paths = ", ".join(map(str, files))
+    return f"{counted(len(files), 'picture')}: {paths}"
 
 
 def replies_of(line: Line) -> list[str]:
@@ -136,11 +136,11 @@ def replies_of(line: Line) -> list[str]:
 
 def branches_of(line: Line) -> list[str]:
     """Return an agent's other conversations as texts, each from where it leaves the shown one."""
-    shown = line.get("messages", ())
+    shown_chat = line.get("messages", ())
     texts = []
     for number, chat in enumerate(line.get("branches", ()), 1):
         num_common = 0
-        for message, other in zip(chat, shown, strict=False):
+        for message, other in zip(chat, shown_chat, strict=False):
             if message != other:
                 break
             num_common += 1
