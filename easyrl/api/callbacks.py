@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from easyrl.api.calls import Run
 
 Answer = Literal["stop"] | None
-"""What a callback returns: "stop" to end the run, with a checkpoint, as `easyrl stop` does."""
+"""The result of a callback. "stop" ends the run with a checkpoint, as `easyrl stop` does."""
 Status = Literal["finished", "stopped", "failed"]
 Metrics = dict[str, Any]
 

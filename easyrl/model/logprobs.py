@@ -192,7 +192,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 class _Reduced(NamedTuple):
-    """What is left of a chunk's logits: [n] each."""
+    """The numbers per token that a chunk's logits are reduced to. Shape of each: [n]."""
 
     logprobs: Tensor
     entropies: Tensor

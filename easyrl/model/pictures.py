@@ -349,9 +349,14 @@ def _runs_of(token: int, ids: np.ndarray, *, offset: int) -> list[tuple[int, int
     """Return (start, stop) of each run of a token in ids [P], which begin at `offset` in a row."""
     is_token = (ids == token).astype(np.int8)
     edges = np.diff(is_token, prepend=0, append=0)
-    starts = np.flatnonzero(edges == 1) + offset
-    stops = np.flatnonzero(edges == -1) + offset
-    return list(zip(starts.tolist(), stops.tolist(), strict=True))
+    first_tokens = np.flatnonzero(edges == 1)
+    behind_last_tokens = np.flatnonzero(edges == -1)
+    runs = list[tuple[int, int]]()
+    for first, behind in zip(first_tokens, behind_last_tokens, strict=True):
+        start = offset + int(first)
+        stop = offset + int(behind)
+        runs.append((start, stop))
+    return runs
 
 
 def _as_tensors(arrays: Arrays, device: torch.device | None = None) -> dict[str, Tensor]:

@@ -122,7 +122,7 @@ def _find_best(runs: Sequence[History], summaries: Sequence[Mapping[str, Any]]) 
 
 
 class _Result(NamedTuple):
-    """What a run has reached."""
+    """The final accuracy, or reward, of a run."""
 
     number: int  # place among the runs
     value: float
