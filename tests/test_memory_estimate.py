@@ -31,11 +31,12 @@ from easyrl.model.loading import load_policy
 from easyrl.model.mixers import elements_of_states, sdpa
 from easyrl.model.sizes import TRAINED_SCORE_BYTES, activation_bytes, largest_batch
 from easyrl.runtime import memory_estimate
-from easyrl.runtime.memory_estimate import check_memory, estimate_memory
+from easyrl.runtime.checks.engine import measure_model
+from easyrl.runtime.memory_estimate import check_memory, estimate_memory, memory_table
 from easyrl.runtime.memory_fit import use_memory
 from easyrl.runtime.placement import EngineChoice, Placement, resolve_placement
 from easyrl.runtime.preflight import check_run, make_plan
-from easyrl.runtime.resolve import resolve
+from easyrl.runtime.resolve import ResolvedRun, resolve
 from easyrl.workers.learner import Learner
 from mistakes import QWEN
 from own_processes import popen
@@ -260,10 +261,22 @@ def test_trainer_uses_the_memory_that_there_is(words, reshard, tokens):
     split = ("devices.infer=0-3", "devices.train=4-7", "model.dtype=bfloat16")
     lengths = ("data.max_prompt_length=512", "rollout.max_completion_length=2048")
     config = load_config(words=[*split, *lengths, "train.prompts_per_iteration=64", *words])
-    changed = use_memory(
-        config, resolve_placement(resolve(config), parse_assumed("8x140GiB")), size
-    )
+    placement = resolve_placement(resolve(config), parse_assumed("8x140GiB"))
+    changed = use_memory(ResolvedRun.of(config), placement, size).config
     assert (changed.train.reshard, changed.max_tokens_per_micro_batch) == (reshard, tokens)
+
+
+def test_plan_with_pictures_chooses_settings_for_the_model_with_its_tower():
+    shared = ("devices.infer=0", "devices.train=0", "rollout.memory_fraction=0.5")
+    words = ("model.path=tiny-vision", "model.dtype=bfloat16", "data.dataset=picture-sums")
+    config = load_config(words=[*words, *shared, "rollout.max_completion_length=400"])
+    assumed = parse_assumed("1.5GiB")  # without the tower, micro-batches of more tokens would fit
+    run = ResolvedRun.of(config).with_pictures(True)
+    size = measure_model(run.spec.model).size
+    placement = resolve_placement(run.spec, assumed)
+    run = use_memory(run, placement, size)
+    table = memory_table(estimate_memory(run.spec, placement, size))
+    assert table in make_plan(config, assumed).text
 
 
 @pytest.mark.parametrize(

@@ -98,12 +98,12 @@ from easyrl.runtime.memory_estimate import estimate_memory
 from easyrl.runtime.memory_fit import use_memory
 from easyrl.runtime.placement import resolve_placement
 from easyrl.runtime.checks.engine import measure_model
-from easyrl.runtime.resolve import resolve
-config = load_config(words=sys.argv[1:])
-placement = resolve_placement(resolve(config))
-size = measure_model(resolve(config).model).size
-spec = resolve(use_memory(config, placement, size))
-for part in estimate_memory(spec, placement, size):
+from easyrl.runtime.resolve import ResolvedRun
+run = ResolvedRun.of(load_config(words=sys.argv[1:]))
+placement = resolve_placement(run.spec)
+size = measure_model(run.spec.model).size
+run = use_memory(run, placement, size)
+for part in estimate_memory(run.spec, placement, size):
     if part.memory.name != "cpu" and part.need.what != "driver, communication":
         print(part.process, part.need.num_bytes)
 """

@@ -137,5 +137,5 @@ def test_controller_gets_the_safe_settings(machine, tmp_path, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         run_module.run(load_config(None, {**ON_CPU, "output.dir": str(tmp_path / "run")}))
     checked = controller.call_args.args[0]
-    assert checked.config.model.attention == "without_flex"
+    assert checked.run.config.model.attention == "without_flex"
     assert "model.attention" in checked.warnings[-1]

@@ -90,9 +90,9 @@ class Controller:
     callbacks: Callbacks = field(default_factory=Callbacks)
 
     def __post_init__(self) -> None:
-        self.spec = self.checked.spec
+        self.spec = self.checked.run.spec
         before = self.resumed.state if self.resumed is not None else SavedState()
-        values = self.checked.config.model_dump(mode="json")
+        values = self.checked.run.config.model_dump(mode="json")
         self.state = replace(before, config=values, identity=self.checked.identity)
         """State after the newest complete iteration; `wall_seconds` is set when it is saved."""
         self._lines = self.folder.read_metrics()

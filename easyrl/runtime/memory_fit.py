@@ -5,7 +5,7 @@ from itertools import product
 from typing import Any
 
 from easyrl import devices
-from easyrl.config import Config, ConfigError, change_config
+from easyrl.config import ConfigError
 from easyrl.config.devices import range_words
 from easyrl.config.rollout import VLLM
 from easyrl.config.spec import RunSpec
@@ -13,7 +13,7 @@ from easyrl.engines.sizes import GROUPS_KEY
 from easyrl.model.files import ModelSize
 from easyrl.runtime.memory_estimate import bytes_by_memory, estimate_memory
 from easyrl.runtime.placement import Placement, resolve_placement
-from easyrl.runtime.resolve import resolve
+from easyrl.runtime.resolve import ResolvedRun
 from easyrl.workers.sizes import TOKENS_KEY
 
 Changes = dict[str, Any]  # new values by key, as {"train.offload": ["optimizer"]}
@@ -34,40 +34,38 @@ def fits(spec: RunSpec, placement: Placement, size: ModelSize) -> bool:
     return True
 
 
-def choose_split(
-    config: Config, placement: Placement, size: ModelSize | None, *, has_pictures: bool = False
-) -> Placement:
+def choose_split(run: ResolvedRun, placement: Placement, size: ModelSize | None) -> Placement:
     """Return the placement with more train devices where the default has too few for the model:
     with the fewest that fit. Devices that are named stay, as do those of a deterministic run, whose
     sums do not depend on memory."""
-    is_default = config.devices.infer is None and config.devices.train is None
+    named = run.config.devices
+    is_default = named.infer is None and named.train is None
     has_choice = placement.train.kind != "cpu" and not placement.is_ray
-    if size is None or not (is_default and has_choice) or config.runtime.deterministic:
+    if size is None or not (is_default and has_choice) or run.config.runtime.deterministic:
         return placement
     if placement.shares_device:
         return placement
-    spec = resolve(config).with_pictures(has_pictures)
     count = placement.infer.count + placement.train.count
     for num_train in range(placement.train.count, count):
         try:
-            split = resolve_placement(spec, placement.assumed, num_train)
+            split = resolve_placement(run.spec, placement.assumed, num_train)
         except ConfigError:  # engines that span devices, or too few groups for the trainers
             continue
-        if fits(spec, split, size):
+        if fits(run.spec, split, size):
             return split
     return placement
 
 
-def use_memory(config: Config, placement: Placement, size: ModelSize | None) -> Config:
+def use_memory(run: ResolvedRun, placement: Placement, size: ModelSize | None) -> ResolvedRun:
     """Choose what `train.reshard` and `train.max_tokens_per_micro_batch` leave open: on this node's
     accelerators what fits into what is free now. The sums of a deterministic run do not depend on
     memory."""
     devices.memory_in_use.cache_clear()
     has_choice = placement.train.kind != "cpu" and not placement.is_ray
-    if size is None or not has_choice or config.runtime.deterministic:
-        return config
-    train = config.train
-    least = config.max_tokens_per_micro_batch
+    if size is None or not has_choice or run.config.runtime.deterministic:
+        return run
+    train = run.config.train
+    least = run.config.max_tokens_per_micro_batch
     token_choices = []
     if not train.max_tokens_per_micro_batch:
         token_choices = [num_tokens for num_tokens in MICRO_BATCH_TOKENS if num_tokens > least]
@@ -75,32 +73,30 @@ def use_memory(config: Config, placement: Placement, size: ModelSize | None) -> 
     reshard_choices = (False, True) if train.reshard == "auto" else (train.reshard,)
     for reshard, max_tokens in product(reshard_choices, token_choices):
         changes = {"train.reshard": reshard, TOKENS_KEY: max_tokens}
-        changed = change_config(config, changes)
-        if fits(resolve(changed), placement, size):
+        changed = run.changed(changes)
+        if fits(changed.spec, placement, size):
             return changed
-    return config
+    return run
 
 
-def propose_changes(
-    config: Config, placement: Placement, size: ModelSize, *, has_pictures: bool = False
-) -> Changes | None:
+def propose_changes(run: ResolvedRun, placement: Placement, size: ModelSize) -> Changes | None:
     """Return changes of settings with which the run fits; None if there are none. What is trained
-    stays the same, except for rounding: lengths, batches and LoRA are the user's choice.
-    `has_pictures`: prompts have some."""
+    stays the same, except for rounding: lengths, batches and LoRA are the user's choice."""
 
     def is_enough(changes: Changes) -> bool:
-        return _is_enough(config, placement, size, changes, has_pictures=has_pictures)
+        return _is_enough(run, placement, size, changes)
 
-    savings = _savings(config, placement)
-    for changes in _candidates(config, placement, size, savings):
+    savings = _savings(run, placement)
+    for changes in _candidates(run, placement, size, savings):
         if is_enough(changes):
             return _without_needless(savings, changes, is_enough)
     return None
 
 
-def _savings(config: Config, placement: Placement) -> dict[str, Sequence[Any]]:
+def _savings(run: ResolvedRun, placement: Placement) -> dict[str, Sequence[Any]]:
     """Return values that save memory, by key: the most welcome key first, and of each key the value
     first that changes least."""
+    config = run.config
     max_tokens = config.max_tokens_per_micro_batch
     num_groups = placement.max_concurrent_groups
     policies = []
@@ -119,7 +115,10 @@ def _savings(config: Config, placement: Placement) -> dict[str, Sequence[Any]]:
 
 
 def _candidates(
-    config: Config, placement: Placement, size: ModelSize, savings: Mapping[str, Sequence[Any]]
+    run: ResolvedRun,
+    placement: Placement,
+    size: ModelSize,
+    savings: Mapping[str, Sequence[Any]],
 ) -> Iterator[Changes]:
     """Yield changes to try: another engine last, then more savings, then another split."""
     every: Changes = {}
@@ -127,7 +126,7 @@ def _candidates(
         every[key] = values[-1]
     no_saving: Changes = {}
     stages = (no_saving, _without(every, "train.offload"), every)
-    engines = _engines(config, placement, size)
+    engines = _engines(run, placement, size)
     for engine, saved, split in product(engines, stages, _splits(placement)):
         yield engine | saved | split
 
@@ -136,21 +135,13 @@ def _without(changes: Changes, key: str) -> Changes:
     return {name: value for name, value in changes.items() if name != key}
 
 
-def _is_enough(
-    config: Config,
-    placement: Placement,
-    size: ModelSize,
-    changes: Changes,
-    *,
-    has_pictures: bool,
-) -> bool:
+def _is_enough(run: ResolvedRun, placement: Placement, size: ModelSize, changes: Changes) -> bool:
     """Return whether the run fits with these changes, also of devices and engine."""
     try:
-        changed = change_config(config, changes)
-        spec = resolve(changed).with_pictures(has_pictures)
-        split = resolve_placement(spec, placement.assumed)
-        split = choose_split(changed, split, size, has_pictures=has_pictures)
-        return fits(spec, split, size)
+        changed = run.changed(changes)
+        split = resolve_placement(changed.spec, placement.assumed)
+        split = choose_split(changed, split, size)
+        return fits(changed.spec, split, size)
     except ValueError:  # these do not go together
         return False
 
@@ -173,11 +164,11 @@ def _without_needless(
     return changes
 
 
-def _engines(config: Config, placement: Placement, size: ModelSize) -> list[Changes]:
+def _engines(run: ResolvedRun, placement: Placement, size: ModelSize) -> list[Changes]:
     """Return the engine as it is, and vLLM engines that span more and more devices."""
     engines: list[Changes] = [{}]
     # Where vLLM is assumed, it is not installed here.
-    is_auto = placement.assumed is not None and config.rollout.engine == "auto"
+    is_auto = placement.assumed is not None and run.config.rollout.engine == "auto"
     if placement.engine.is_vllm or (is_auto and size.is_in_vllm):
         for num_devices in VLLM_SIZES:
             key = "rollout.tensor_parallel_size"

@@ -12,10 +12,10 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from easyrl import devices
-from easyrl.config import Config, ConfigError, change_config, to_arguments
+from easyrl.config import Config, ConfigError, to_arguments
 from easyrl.config.algorithm import TEACHER_KEY
 from easyrl.config.spec import RunSpec
 from easyrl.data import datasets
@@ -52,7 +52,7 @@ from easyrl.runtime.memory_estimate import (
 )
 from easyrl.runtime.memory_fit import Changes, choose_split, propose_changes, use_memory
 from easyrl.runtime.placement import Placement, describe, resolve_placement
-from easyrl.runtime.resolve import resolve, with_eval_data
+from easyrl.runtime.resolve import ResolvedRun, resolve, with_eval_data
 from easyrl.runtime.resume import (
     Resume,
     describe_resumed,
@@ -72,8 +72,7 @@ NUM_DEVICES = (2, 4, 8)  # which a plan tries where nothing fits
 class Preflight:
     """A run that may start."""
 
-    config: Config  # with what fits the memory
-    spec: RunSpec  # the same, resolved
+    run: ResolvedRun  # with what fits the memory
     prompts: PromptStream  # without those that `data.long_prompts` skips
     num_prompts_skipped: int
     placement: Placement
@@ -84,11 +83,9 @@ class Preflight:
     about_prompts: Sequence[str]  # lines of text, with the first prompt as the model sees it
     warnings: Sequence[str]
 
-
-def with_config(checked: Preflight, config: Config) -> Preflight:
-    """Return the run with another config."""
-    spec = resolve(config).with_pictures(checked.prompts.has_pictures)
-    return replace(checked, config=config, spec=spec)
+    def changed(self, changes: Mapping[str, Any]) -> Self:
+        """Return the run with other values of these keys. Raises ConfigError."""
+        return replace(self, run=self.run.changed(changes))
 
 
 def check_run(
@@ -96,7 +93,8 @@ def check_run(
 ) -> Preflight:
     """Resolve and check a run. Raises ConfigError, with the key to change, if it cannot start.
     `source`: what the model is made from, if it is not `model.path` as it is."""
-    spec = resolve(config)
+    run = ResolvedRun.of(config)
+    spec = run.spec
     is_resumed = resume is not None
     checks = Checks(Stage.START)
     folder = folder_of(config.output.dir, config.data.datasets)
@@ -109,7 +107,8 @@ def check_run(
         written=written_by_run(spec.schedule, model, source, is_resumed=is_resumed),
     )
     prompts = datasets.open_prompts(spec.data)
-    spec = spec.with_pictures(prompts.has_pictures)
+    run = run.with_pictures(prompts.has_pictures)
+    spec = run.spec
     if spec.model.has_pictures:
         model = measure_model(spec.model)  # with its tower
         checks.add(spec=spec)
@@ -119,7 +118,7 @@ def check_run(
     checks.add(example=example, interfaces=interfaces, prompts=prompts)
 
     placement = resolve_placement(spec)  # imports torch where it must look for accelerators
-    placement = choose_split(config, placement, model.size, has_pictures=spec.model.has_pictures)
+    placement = choose_split(run, placement, model.size)
     checks.add(placement=placement, has_compiler=devices.has_c_compiler())
 
     tokenizer_path = "" if source is None else source.tokenizer
@@ -129,7 +128,7 @@ def check_run(
     too_long = find_too_long(spec, examples, interfaces, renderer, sizes)
     skipped = {location.removesuffix(TEACHER_SUFFIX) for location in too_long}
     prompts = prompts.without(skipped)
-    held_out = _find_held_out(config, spec, prompts)
+    held_out = _find_held_out(run, prompts)
     checks.warnings += held_out.warnings
     problems = list(held_out.problems.values())
     if not held_out.is_checked:
@@ -141,13 +140,13 @@ def check_run(
         *describe_first_prompt(spec, prompts.prompt(0), interfaces, renderer),
     ]
 
-    config = use_memory(config, placement, model.size)
-    spec = resolve(config).with_pictures(prompts.has_pictures)
+    run = use_memory(run, placement, model.size)
+    spec = run.spec
     parts = estimate_memory(spec, placement, model.size)
     try:
         checks.add(parts=parts)
     except ConfigError as error:
-        raise ConfigError(f"{error}{_what_fits(spec, config, placement, model.size)}") from None
+        raise ConfigError(f"{error}{_what_fits(run, placement, model.size)}") from None
 
     identity = _identity(spec, prompts, problems)
     if resume is None:
@@ -156,8 +155,7 @@ def check_run(
         checks.add(saved_identity=resume.state.identity, identity=identity)
         checks.finish()
     return Preflight(
-        config,
-        spec,
+        run,
         prompts,
         len(skipped),
         placement,
@@ -178,8 +176,10 @@ class HeldOut(NamedTuple):
     is_checked: bool  # they are of the run's data, whose prompts are checked already
 
 
-def _find_held_out(config: Config, spec: RunSpec, prompts: PromptStream) -> HeldOut:
+def _find_held_out(run: ResolvedRun, prompts: PromptStream) -> HeldOut:
     """Open the held-out problems of `eval.dataset`, else of `data.dataset`. Raises ConfigError."""
+    config = run.config
+    spec = run.spec
     is_asked = config.data.num_held_out is not None or config.train.eval_every > 0
     is_only_part = prompts.is_partly_held_out and not is_asked
     has_none = not prompts.held_out() or is_only_part
@@ -225,15 +225,14 @@ def _without_held_out(config: Config) -> Sequence[str]:
     return ()
 
 
-def _what_fits(spec: RunSpec, config: Config, placement: Placement, size: ModelSize | None) -> str:
+def _what_fits(run: ResolvedRun, placement: Placement, size: ModelSize | None) -> str:
     """Name settings with which a run that is refused for its memory fits, as text to append."""
     if placement.accelerator == "cpu" or placement.is_ray or size is None:
         return ""
-    has_pictures = spec.model.has_pictures
-    changes = propose_changes(config, placement, size, has_pictures=has_pictures)
+    changes = propose_changes(run, placement, size)
     if changes is None:
         return "; nothing that was tried fits"
-    words = to_arguments(change_config(config, changes), config)
+    words = to_arguments(run.changed(changes).config, run.config)
     return f"; this fits, by estimate: {shlex.join(words)}"
 
 
@@ -270,8 +269,8 @@ def make_plan(
 ) -> Plan:
     """Plan a run for what this machine has, or for `assumed` accelerators. Nothing is started, and
     no weights are read. Raises ConfigError for devices that are missing."""
-    placement = resolve_placement(resolve(config), assumed)
-    planner = _Planner(config, placement)
+    run = ResolvedRun.of(config)
+    planner = _Planner(run, resolve_placement(run.spec, assumed))
     refusal = ""
     try:
         planner.plan_model(is_resumed=is_resumed)
@@ -300,14 +299,14 @@ class LoraTrial(NamedTuple):
 class _Planner:
     """The lines of a plan, found one after the other until something refuses the run."""
 
-    def __init__(self, config: Config, placement: Placement) -> None:
+    def __init__(self, run: ResolvedRun, placement: Placement) -> None:
         self.checks = Checks(Stage.PLAN)
-        self.about_model = describe_model(config.model.path)
+        self.about_model = describe_model(run.spec.model.path)
         self.about_source: list[str] = []
         self.about_memory: list[str] = []
         self.about_prompts: list[str] = []
-        self._config = config
-        self._spec = resolve(config)
+        self._given = run
+        self._run = run  # as given, with what fits the memory
         self.placement = placement
         self._parts: Sequence[Part] = ()
         self._size: ModelSize | None = None
@@ -317,7 +316,7 @@ class _Planner:
 
     def plan_model(self, *, is_resumed: bool) -> None:
         """Measure the model, and estimate the memory. What is known of it is shown first."""
-        config = self._config
+        config = self._given.config
         source = None
         folder = folder_of(config.output.dir, config.data.datasets)
         if not is_resumed and resumes_by_itself(config, folder):
@@ -325,49 +324,53 @@ class _Planner:
             config = with_absolute_paths(config)
         else:
             config, source = start_from(config, is_resumed=is_resumed)
-        self._config = config
+        self._given = ResolvedRun.of(config)
+        self._run = self._given
         if is_resumed:
             self.about_source = describe_resumed(config, folder)
-        spec = resolve(config)
+        spec = self._given.spec
         model = measure_model(spec.model, is_whole=False)
-        self._size = model.size
-        self.about_model = describe_weights(model, spec.model)
         if source is not None:
             self._tokenizer_path = source.tokenizer
             about = source.describe(spec.model.lora)
             self.about_source = [about] if about else []
 
-        self.placement = choose_split(config, self.placement, model.size)
-        self._config = use_memory(config, self.placement, model.size)
-        self._spec = resolve(self._config)
-        parts = estimate_memory(self._spec, self.placement, model.size)
-        self._parts = parts
-        self.about_memory = ["memory: unknown, as the model's config.json gives no sizes"]
-        if parts:
-            self.about_memory = [memory_table(parts)]
+        self._plan_memory(model)
         self.checks.add(placement=self.placement, model=model)
-        self._is_tight = bool(find_shortages(parts))
-        self.checks.add(parts=parts)
+        self.checks.add(parts=self._parts)
         if self.placement.assumed is None:  # of other machines these are not known
             written = written_by_run(spec.schedule, model, source, is_resumed=is_resumed)
             has_compiler = devices.has_c_compiler()
             self.checks.add(disk=find_disk(folder), written=written, has_compiler=has_compiler)
         self.checks.add(config=config, folder=folder, is_resumed=is_resumed)
-        self.checks.add(spec=self._spec, lengths_section="rollout")
+        self.checks.add(spec=self._run.spec, lengths_section="rollout")
+
+    def _plan_memory(self, model: MeasuredModel) -> None:
+        """Choose devices and settings that fit the memory, and estimate what the run needs."""
+        self._size = model.size
+        self.about_model = describe_weights(model, self._given.spec.model)
+        self.placement = choose_split(self._given, self.placement, model.size)
+        self._run = use_memory(self._given, self.placement, model.size)
+        self._parts = estimate_memory(self._run.spec, self.placement, model.size)
+        self._is_tight = bool(find_shortages(self._parts))
+        self.about_memory = ["memory: unknown, as the model's config.json gives no sizes"]
+        if self._parts:
+            self.about_memory = [memory_table(self._parts)]
 
     def plan_data(self) -> None:
         """Open the data, and try the functions on the first prompt. Data on a hub that cannot be
         reached is not checked, and functions are then only loaded."""
-        spec = self._spec
+        spec = self._run.spec
         about_rate = describe_rate(spec.optimizer)
         about_run = [describe_sources(spec), *describe_stop_when(spec.schedule)]
         self.about_prompts = [*about_run, about_rate]
         try:
             prompts = datasets.open_prompts(spec.data)
             if prompts.has_pictures or spec.shows_pictures_in_episodes:
-                spec = self._use_pictures()
+                self._use_pictures()
+                spec = self._run.spec
             example = prompts.prompt(0)
-            held_out = _find_held_out(self._config, spec, prompts)
+            held_out = _find_held_out(self._run, prompts)
         except HubUnreachable as error:
             _, warnings = find_interfaces(spec.episodes, None)
             self.checks.warnings += warnings
@@ -392,28 +395,22 @@ class _Planner:
             *describe_first_prompt(spec, example, interfaces, renderer),
         ]
 
-    def _use_pictures(self) -> RunSpec:
-        """Plan with the model's tower. Return the run."""
-        self._spec = self._spec.with_pictures(True)
-        model = measure_model(self._spec.model, is_whole=False)
-        self._size = model.size
-        self.about_model = describe_weights(model, self._spec.model)
-        placement = resolve_placement(self._spec, self.placement.assumed)
-        placement = choose_split(self._config, placement, model.size, has_pictures=True)
-        self.placement = placement
-        parts = estimate_memory(self._spec, placement, model.size)
-        self._parts = parts
-        if parts:
-            self.about_memory = [memory_table(parts)]
-        self._is_tight = bool(find_shortages(parts))
-        self.checks.add(spec=self._spec, placement=placement, model=model, parts=parts)
-        return self._spec
+    def _use_pictures(self) -> None:
+        """Plan with the model's tower."""
+        self._given = self._given.with_pictures(True)
+        spec = self._given.spec
+        model = measure_model(spec.model, is_whole=False)
+        self.placement = resolve_placement(spec, self.placement.assumed)
+        self._plan_memory(model)
+        self.checks.add(
+            spec=self._run.spec, placement=self.placement, model=model, parts=self._parts
+        )
 
     def _load_renderer(self, example: Prompt) -> PromptRenderer | None:
         """Load what renders the first prompt. Raises ConfigError: the model need not be here, and
         transformers makes an empty tokenizer for a folder without one."""
         first = {"": example.content}
-        renderer = load_renderer(self._spec, first, self._tokenizer_path)
+        renderer = load_renderer(self._run.spec, first, self._tokenizer_path)
         if renderer is not None and len(renderer.tokenizer) < 2:
             raise ConfigError("the model's folder has no tokenizer")
         return renderer
@@ -422,11 +419,7 @@ class _Planner:
         """Return settings with which the run fits; empty if it does, or if none can be proposed."""
         if self._size is None or not self._is_tight or self.placement.accelerator == "cpu":
             return {}
-        return self._propose(self._config, self.placement, self._size)
-
-    def _propose(self, config: Config, placement: Placement, size: ModelSize) -> Changes | None:
-        has_pictures = self._spec.model.has_pictures
-        return propose_changes(config, placement, size, has_pictures=has_pictures)
+        return propose_changes(self._run, self.placement, self._size)
 
     def describe_start(self) -> str:
         """Say that the run would start, and how full the fullest memory would be."""
@@ -449,16 +442,15 @@ class _Planner:
     def try_lora(self) -> LoraTrial:
         """Find out whether the run fits with LoRA instead of all weights, and describe that."""
         others = "use more or larger devices, a smaller model, shorter sequences"
-        if self._config.model.lora.rank is not None:
+        if self._run.spec.model.lora.rank is not None:
             return LoraTrial(None, others)
         try:
-            config = change_config(self._config, {LORA_KEY: LORA_RANK})
-            spec = resolve(config).with_pictures(self._spec.model.has_pictures)
-            size = measure_model(spec.model, is_whole=False).size
+            run = self._run.changed({LORA_KEY: LORA_RANK})
+            size = measure_model(run.spec.model, is_whole=False).size
         except ConfigError as error:
             return LoraTrial(None, f"{others}; LoRA was not tried: {error}")
         assert size is not None
-        changes = self._propose(config, self.placement, size)
+        changes = propose_changes(run, self.placement, size)
         if changes is None:
             return LoraTrial(None, f"{others}; LoRA ({LORA_KEY}) does not fit either")
         about = f"{others}, or LoRA ({LORA_KEY}), which fits by the same estimate:"
@@ -469,18 +461,16 @@ class _Planner:
         assumed = self.placement.assumed
         if assumed is None or self._size is None:
             return ()
-        no_devices = {"devices.infer": None, "devices.train": None}
-        config = change_config(self._config, no_devices)
+        run = self._run.changed({"devices.infer": None, "devices.train": None})
         for count in NUM_DEVICES:
             if count <= assumed.count:
                 continue
             more = replace(assumed, count=count)
             try:
-                spec = resolve(config).with_pictures(self._spec.model.has_pictures)
-                placement = resolve_placement(spec, more)
+                placement = resolve_placement(run.spec, more)
             except ConfigError:
                 continue
-            if self._propose(config, placement, self._size) is not None:
+            if propose_changes(run, placement, self._size) is not None:
                 devices_text = f"{count}x{assumed.num_bytes / 2**30:g}GiB"
                 about = f"{count} such devices are enough, by the same estimate"
                 return [f"{about}: --assume {devices_text} names the settings"]

@@ -4,9 +4,10 @@
 What depends on it is in the `Placement`. Nothing is loaded, and no file is read.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from easyrl.config import Config, by_name, change_config, keys_marked
 from easyrl.config.algorithm import LOSS_KEY, TEACHER_PROMPT_KEY
@@ -70,6 +71,29 @@ def _data(config: Config) -> DataSpec:
 
 def _limits(config: Config) -> TokenLimits:
     return TokenLimits(config.data.max_prompt_length, config.rollout.max_completion_length)
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedRun:
+    """A config and the parts that it resolves to. Where a check chooses values, as what fits the
+    memory, both change together."""
+
+    config: Config
+    spec: RunSpec
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        return cls(config, resolve(config))
+
+    def changed(self, changes: Mapping[str, Any]) -> Self:
+        """Return the run with other values of these keys. Whether its prompts have pictures stays
+        known. Raises ConfigError."""
+        config = change_config(self.config, changes)
+        return type(self)(config, resolve(config).with_pictures(self.spec.model.has_pictures))
+
+    def with_pictures(self, has_pictures: bool) -> Self:
+        """Return the run with or without pictures in its prompts, once the data is open."""
+        return replace(self, spec=self.spec.with_pictures(has_pictures))
 
 
 # -- rewards --------------------------------------------------------------------------------------

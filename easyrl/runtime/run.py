@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from easyrl import events
-from easyrl.config import INPUTS, Config, change_config, to_commented_yaml
+from easyrl.config import INPUTS, Config, to_commented_yaml
 from easyrl.formatting import counted
 from easyrl.model.adapter_files import KEY as ADAPTER_KEY
 from easyrl.model.checkpoint_files import discard_unfinished, set_aside
@@ -24,7 +24,7 @@ from easyrl.runtime.checks.stopping import describe_stop_when
 from easyrl.runtime.controller import Controller
 from easyrl.runtime.launcher import make_launcher
 from easyrl.runtime.placement import describe
-from easyrl.runtime.preflight import Preflight, check_run, with_config
+from easyrl.runtime.preflight import Preflight, check_run
 from easyrl.runtime.resolve import resolve
 from easyrl.runtime.resume import Resume, find_resume, start_from, with_absolute_paths
 from easyrl.runtime.stopping import reason_to_stop
@@ -63,16 +63,15 @@ def run(
     supervisor.start_resource_tracker()  # before the reward functions' processes start another one
     checked = check_run(config, resumed, source)
     changes, notes = self_test.before_run(checked.placement, notify)
-    checked = with_config(checked, change_config(checked.config, changes))
-    checked = replace(checked, warnings=[*checked.warnings, *notes])
+    checked = replace(checked.changed(changes), warnings=[*checked.warnings, *notes])
     if source is not None and source.kind != "model":
         checked = _make_model(checked, source)
     if checked.placement.is_ray:  # nodes have other working directories
-        output = {"output.dir": str(_folder_of(checked.config).absolute())}
-        checked = with_config(checked, change_config(checked.config, output))
-    path = _folder_of(checked.config)
-    with make_launcher(checked.spec, checked.placement, path, notify) as launcher:
-        folder = _open_folder(path, checked.config, resumed)
+        absolute = _folder_of(checked.run.config).absolute()
+        checked = checked.changed({"output.dir": str(absolute)})
+    path = _folder_of(checked.run.config)
+    with make_launcher(checked.run.spec, checked.placement, path, notify) as launcher:
+        folder = _open_folder(path, checked.run.config, resumed)
         controller = Controller(
             checked,
             folder=folder,
@@ -122,7 +121,7 @@ def _open_folder(path: Path, config: Config, resumed: Resume | None) -> run_fold
 def _make_model(checked: Preflight, source: ModelSource) -> Preflight:
     """Write the model of a checkpoint or an adapter, or an adapter that is trained further, into
     the new run's folder."""
-    config = checked.config
+    config = checked.run.config
     folder = _folder_of(config).absolute()
     is_new = not folder.exists()
     # The name shows in reports and model cards where the model comes from.
@@ -144,8 +143,8 @@ def _make_model(checked: Preflight, source: ModelSource) -> Preflight:
     key = ADAPTER_KEY if source.kind == "continued" else "model.path"
     if key == "model.path":
         identity = {**identity, key: fingerprint(path)}
-    config = change_config(config, {key: path, "output.dir": str(folder)})
-    return replace(with_config(checked, config), identity=identity, warnings=warnings)
+    checked = checked.changed({key: path, "output.dir": str(folder)})
+    return replace(checked, identity=identity, warnings=warnings)
 
 
 def _train(controller: Controller) -> events.RunEnded:
@@ -196,8 +195,8 @@ def _announce(controller: Controller) -> None:
         events.RunStarted(
             controller.started,
             controller.folder.path,
-            checked.spec,
-            checked.config.model_dump(mode="json"),
+            checked.run.spec,
+            checked.run.config.model_dump(mode="json"),
             devices=found,
             description="\n".join([*notes, describe(checked.placement, found)]),
             num_iterations=controller.state.num_iterations,
@@ -209,9 +208,8 @@ def _announce(controller: Controller) -> None:
 
 def _notes(checked: Preflight, resumed: Resume | None) -> list[str]:
     """Describe model, data, rewards and prompts of the run, and what the checks warn of."""
-    config = checked.config
-    spec = checked.spec
-    notes = [] if resumed is None else [resumed.describe(config)]
+    spec = checked.run.spec
+    notes = [] if resumed is None else [resumed.describe(checked.run.config)]
     notes.append(describe_weights(checked.model, spec.model))
     notes.append(describe_sources(spec))
     if checked.num_prompts_skipped:
