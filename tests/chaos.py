@@ -1,7 +1,7 @@
 """Kill or stop random processes of small runs at random moments, and check what is left.
 
-    python -m tests.chaos --trials 100 --seed 1            # exit code 1 if any trial failed
-    python -m tests.chaos --trials 100 --seed 1 --only 17  # one of them
+    python tests/chaos.py --trials 100 --seed 1            # exit code 1 if any trial failed
+    python tests/chaos.py --trials 100 --seed 1 --only 17  # one of them
 
 Each trial is one `easyrl grpo` on the CPU with two rollout workers, and one SIGKILL, or SIGSTOP and
 later SIGCONT. Its victim, action and moment follow from the seed and its number: a quarter of the
@@ -32,8 +32,7 @@ import psutil
 
 from easyrl.environments import host
 from easyrl.rewards import worker
-
-from .runs import SMALL, command, lines_of, shared_memory, summary_of
+from runs import SMALL, command, lines_of, shared_memory, summary_of
 
 ITERATIONS, PROMPTS, GENERATIONS = 12, 4, 4
 STALL_SECONDS, TIMEOUT_SECONDS = 25.0, 20.0
@@ -332,15 +331,15 @@ def phase_at(output, moment):
     return phase
 
 
-def main():
-    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
+def main(words=None):
+    parser = argparse.ArgumentParser(prog="python tests/chaos.py", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, help="trials at a time")
     parser.add_argument("--only", type=int, help="run this trial alone")
     parser.add_argument("--folder", type=Path, help="where runs are kept that failed")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="easyrl-chaos-"))
     numbers = range(arguments.trials) if arguments.only is None else [arguments.only]
     plans = {n: Plan.of_trial(arguments.seed, n) for n in numbers}
@@ -360,7 +359,7 @@ def main():
         outcomes = dict(zip(plans, pool.map(one, plans), strict=True))
     failed = [number for number, outcome in outcomes.items() if outcome.problem]
     for number in failed:
-        again = f"python -m tests.chaos --seed {arguments.seed} --only {number}"
+        again = f"python tests/chaos.py --seed {arguments.seed} --only {number}"
         print(f"trial {number} failed, files in {folder}/trial-{number}. To repeat it: {again}")
     if not failed:
         shutil.rmtree(folder)
