@@ -1,6 +1,7 @@
 """Agents: what they ask of the endpoint, and the tokens that are trained."""
 
 import json
+import math
 import shlex
 import shutil
 import subprocess
@@ -447,7 +448,10 @@ def test_an_agent_learns_as_the_environment_does(tmp_path):
     succeed(*GUESS, *words, "--output", str(tmp_path / "run"), timeout=1800)
     assert_on_policy(tmp_path / "run")
     rewards = [line["reward"] for line in lines_of(tmp_path / "run" / "metrics.jsonl")]
-    assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.1
+    first, last = rewards[:10], rewards[-20:]
+    # An iteration plays 6 secrets, and its mean reward depends on which: 0.06 more or less.
+    error = math.hypot(*(np.std(each) / math.sqrt(len(each)) for each in (first, last)))
+    assert np.mean(last) - np.mean(first) > max(0.05, 2 * error)
 
 
 def test_an_evaluation_runs_a_command_on_held_out_rows(tmp_path):
