@@ -180,6 +180,7 @@ def test_easyrl_stop_waits_for_the_end_and_says_how_to_resume(tmp_path):
     assert result.stdout.endswith(f"to resume: easyrl grpo --resume {run}\n")
     out, err = process.communicate(timeout=SECONDS)
     assert process.returncode == 143 and err == "" and "Ctrl-C" not in out
+    assert "stopped by easyrl stop; " in out
     [checkpoint] = checkpoints_in(run / "checkpoints")
     assert checkpoint.name == str(len(lines_of(run / "metrics.jsonl")))
 

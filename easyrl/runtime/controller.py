@@ -423,7 +423,7 @@ class Controller:
     def _stop_if(self, reason: str) -> None:
         """End the run as `easyrl stop` does, if there is a reason."""
         if reason and self._stopping is None:
-            raise Interrupted(signal.SIGTERM, reason)
+            raise Interrupted(signal.SIGTERM, reason, is_planned=True)
 
     def about_best(self) -> str:
         """Name the best checkpoint, for the end of a stopped run; empty without one."""

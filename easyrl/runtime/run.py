@@ -156,7 +156,7 @@ def _train(controller: Controller) -> events.RunEnded:
         _announce(controller)
         stopped_by = controller.callbacks.start()
         if stopped_by:
-            raise supervisor.Interrupted(signal.SIGTERM, stopped_by)
+            raise supervisor.Interrupted(signal.SIGTERM, stopped_by, is_planned=True)
         summary = controller.run()
         summary["prompts_skipped"] = controller.checked.num_prompts_skipped
         controller.notify(events.RunFinished(time.monotonic(), summary))

@@ -95,13 +95,14 @@ class RewardFailure(WorkerFailure):
 
 
 class Interrupted(KeyboardInterrupt):
-    """The user asked to stop (`signum`: SIGINT, SIGTERM, or SIGHUP: the terminal was closed), or
-    the run's own settings or callbacks did (`reason`), as if by SIGTERM."""
+    """The run is to stop: by a signal (SIGINT, SIGTERM, or SIGHUP: the terminal was closed), or as
+    if by SIGTERM (`stopped_by`: what else asked for it). `is_planned`: its own settings or
+    callbacks asked."""
 
-    def __init__(self, signum: int, reason: str = "") -> None:
-        super().__init__(reason or signal.Signals(signum).name)
+    def __init__(self, signum: int, stopped_by: str = "", *, is_planned: bool = False) -> None:
+        super().__init__(stopped_by or signal.Signals(signum).name)
         self.signum = signum
-        self.is_planned = bool(reason)
+        self.is_planned = is_planned
 
 
 @contextlib.contextmanager
@@ -220,7 +221,7 @@ class Supervisor:
     def __init__(self) -> None:
         self._fork_server = ForkServer()
         self._workers: list[Worker] = []
-        self._signum: int | None = None
+        self._interruption: Interrupted | None = None  # which `wait` raises next
         self._is_interrupted = False  # by `interrupt`
         self.wait_for: Callable[[Sequence[Any], float | None], list[Any]] = wait
         """Waits until one of these objects is ready, for at most these seconds, and returns what is
@@ -243,14 +244,15 @@ class Supervisor:
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         """Record the signal only: an exception raised here could interrupt a spawn halfway."""
-        self._signum = signum
+        self._interruption = Interrupted(signum)
         os.write(self._wake_writer, b"x")
 
     def interrupt(self) -> None:
         """Let `wait` raise Interrupted, once: a second one would prevent the last checkpoint."""
         if not self._is_interrupted:
             self._is_interrupted = True
-            self._on_signal(signal.SIGTERM, None)
+            self._interruption = Interrupted(signal.SIGTERM, "easyrl stop")
+            os.write(self._wake_writer, b"x")
 
     def spawn(
         self, name: str, target: Callable[..., None], *arguments: Any, is_copy: bool = False
@@ -282,12 +284,12 @@ class Supervisor:
         by_sentinel = {worker.process.sentinel: worker for worker in watched}
         open_pipes = [worker.control for worker in self._workers if worker.is_open]
         ready = self.wait_for([*open_pipes, *by_sentinel, self._wake_reader], timeout_seconds)
-        if self._signum is not None:
+        if self._interruption is not None:
             time.sleep(MERGE_SECONDS)
-            signum = self._signum
-            self._signum = None
+            interruption = self._interruption
+            self._interruption = None
             os.read(self._wake_reader, 4096)
-            raise Interrupted(signum)
+            raise interruption
 
         dead = [worker for sentinel, worker in by_sentinel.items() if sentinel in ready]
         received: list[tuple[Worker, events.WorkerEvent]] = []
@@ -299,8 +301,8 @@ class Supervisor:
                     failures[worker] = event
         if _is_run_over(dead, failures):
             cause = self._first_cause(failures)
-            if self._signum is not None:  # a signal to the whole process group
-                raise Interrupted(self._signum)
+            if self._interruption is not None:  # a signal to the whole process group
+                raise self._interruption
             raise cause
 
         for worker in dict.fromkeys([*dead, *failures]):  # each once

@@ -26,7 +26,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import os
 import re
 import threading
 import time
@@ -508,20 +507,26 @@ def _seed_of(seed: int, key: tuple[int, ...]) -> int:
 
 
 class EngineLog:
-    """Makes errors whose reason is the message of the last exception in vLLM's log."""
+    """Makes errors whose reason is the message of the last exception in vLLM's log.
+
+    `file`: where vLLM's processes write, if not to the terminal.
+    """
 
     def __init__(self, file: str | None) -> None:
-        self._file = Path(file or os.devnull)
-        self._start = self._file.stat().st_size
+        self._file = None if file is None else Path(file)
+        self._start = 0 if self._file is None else self._file.stat().st_size
+        self._where_more = "" if file is None else f" (more in {file})"
 
     def _reason(self, default: str) -> str:
+        if self._file is None:
+            return default
         text = self._file.read_bytes()[self._start :].decode(errors="replace")
         reasons: list[str] = [default, *re.findall(r"\w*Error: (?!Engine)(.+)", text)]
         return reasons[-1].strip()
 
     def end_error(self) -> RuntimeError:
         reason = self._reason("unknown reason")
-        return RuntimeError(f"vLLM has ended: {reason} (more in {self._file})")
+        return RuntimeError(f"vLLM has ended: {reason}{self._where_more}")
 
     def start_error(self, model: str, error: Exception) -> Exception:
         if isinstance(error, ValueError | NotImplementedError):  # vLLM refuses its configuration
@@ -541,4 +546,4 @@ class EngineLog:
                 f"rollout.memory_fraction: too little memory for '{model}' and a KV cache: "
                 f"{reason}; use a larger fraction, shorter sequences or a smaller model"
             )
-        return RuntimeError(f"vLLM did not start: {reason} (more in {self._file})")
+        return RuntimeError(f"vLLM did not start: {reason}{self._where_more}")
