@@ -448,10 +448,15 @@ def test_an_agent_learns_as_the_environment_does(tmp_path):
     succeed(*GUESS, *words, "--output", str(tmp_path / "run"), timeout=1800)
     assert_on_policy(tmp_path / "run")
     rewards = [line["reward"] for line in lines_of(tmp_path / "run" / "metrics.jsonl")]
-    first, last = rewards[:10], rewards[-20:]
+    first = rewards[:10]
+    last = rewards[-20:]
     # An iteration plays 6 secrets, and its mean reward depends on which: 0.06 more or less.
-    error = math.hypot(*(np.std(each) / math.sqrt(len(each)) for each in (first, last)))
+    error = math.hypot(error_of_mean(first), error_of_mean(last))
     assert np.mean(last) - np.mean(first) > max(0.05, 2 * error)
+
+
+def error_of_mean(values):
+    return np.std(values) / math.sqrt(len(values))
 
 
 def test_an_evaluation_runs_a_command_on_held_out_rows(tmp_path):

@@ -234,6 +234,44 @@ def test_a_stopped_worker_with_a_full_pipe_holds_up_nobody():
     assert not worker.process.is_alive() and time.monotonic() - began < SECONDS + 2
 
 
+def ends_at_once(control):
+    os._exit(1)
+
+
+def test_a_signal_to_all_processes_is_raised_as_often_as_the_run_waits(monkeypatch):
+    """The controller tells by identity whether an interruption is the one that it handles."""
+    with Supervisor() as supervisor:
+        supervisor.spawn("train-0", ends_at_once)
+        first_cause = supervisor._first_cause
+
+        def first_cause_with_signal(failures):
+            os.kill(os.getpid(), signal.SIGTERM)
+            return first_cause(failures)
+
+        monkeypatch.setattr(supervisor, "_first_cause", first_cause_with_signal)
+        raised = []
+        for _ in range(2):
+            with pytest.raises(Interrupted, match="SIGTERM") as caught:
+                supervisor.wait(SECONDS)
+            raised.append(caught.value)
+    assert raised[0] is not raised[1]
+
+
+def test_easyrl_stop_does_not_hurry_a_run_that_stops_already():
+    with Supervisor() as supervisor:
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            os.kill(os.getpid(), signum)
+            supervisor.interrupt()
+            with pytest.raises(Interrupted) as caught:
+                supervisor.wait(SECONDS)
+            assert caught.value.signum == signum
+            assert supervisor.wait(timeout_seconds=0.1) == []
+    with Supervisor() as supervisor:
+        supervisor.interrupt()
+        with pytest.raises(Interrupted, match="easyrl stop"):
+            supervisor.wait(SECONDS)
+
+
 @pytest.mark.long
 def test_runs_survive_the_loss_of_any_process_at_any_moment(tmp_path):
     words = ("--trials", "100", "--seed", "1", "--jobs", "2", "--folder", str(tmp_path))

@@ -270,13 +270,17 @@ def test_plan_with_pictures_chooses_settings_for_the_model_with_its_tower():
     shared = ("devices.infer=0", "devices.train=0", "rollout.memory_fraction=0.5")
     words = ("model.path=tiny-vision", "model.dtype=bfloat16", "data.dataset=picture-sums")
     config = load_config(words=[*words, *shared, "rollout.max_completion_length=400"])
-    assumed = parse_assumed("1.5GiB")  # without the tower, micro-batches of more tokens would fit
-    run = ResolvedRun.of(config).with_pictures(True)
-    size = measure_model(run.spec.model).size
-    placement = resolve_placement(run.spec, assumed)
-    run = use_memory(run, placement, size)
-    table = memory_table(estimate_memory(run.spec, placement, size))
-    assert table in make_plan(config, assumed).text
+    assumed = parse_assumed("2.4GiB")
+    tables = {}
+    for has_pictures, num_tokens in ((False, 16_384), (True, 8_192)):
+        run = ResolvedRun.of(config).with_pictures(has_pictures)
+        size = measure_model(run.spec.model).size
+        placement = resolve_placement(run.spec, assumed)
+        run = use_memory(run, placement, size)
+        assert run.config.max_tokens_per_micro_batch == num_tokens
+        tables[has_pictures] = memory_table(estimate_memory(run.spec, placement, size))
+    text = make_plan(config, assumed).text
+    assert tables[True] in text and tables[False] not in text
 
 
 @pytest.mark.parametrize(

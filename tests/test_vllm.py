@@ -394,3 +394,18 @@ def test_a_refused_configuration_gives_vllms_reason(kind):
     text = f"1 validation error for VllmConfig\n  {kind}, blocks of 8 tokens. More [type={kind}]"
     error = EngineLog(None).start_error("some/model", ValueError(text))
     assert "cannot serve 'some/model': blocks of 8 tokens;" in str(error)
+
+
+def test_errors_name_the_log_of_vllm_only_if_there_is_one(tmp_path):
+    from easyrl.engines.vllm.engine import EngineLog
+
+    file = tmp_path / "rollout-0.log"
+    file.write_text("before\n")
+    log = EngineLog(str(file))
+    file.write_text("before\nRuntimeError: no blocks are left\n")
+    died = RuntimeError("engine core died")
+    for error in (log.end_error(), log.start_error("some/model", died)):
+        assert "no blocks are left" in str(error) and str(file) in str(error)
+    without = EngineLog(None)
+    for error in (without.end_error(), without.start_error("some/model", died)):
+        assert "more in" not in str(error)

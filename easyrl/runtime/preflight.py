@@ -2,7 +2,7 @@
 weights are loaded.
 
     start   config ─► model ─► data, functions ─► devices ─► prompts ─► memory ─► Preflight
-    plan    devices ─► config, model ─► memory ─► data, functions ─► first prompt ─► Plan
+    plan    devices ─► config, model ─► data ─► memory ─► functions ─► first prompt ─► Plan
 
 What is found on the way are the facts of `runtime.checks`, which has the list of checks.
 """
@@ -84,7 +84,8 @@ class Preflight:
     warnings: Sequence[str]
 
     def changed(self, changes: Mapping[str, Any]) -> Self:
-        """Return the run with other values of these keys. Raises ConfigError."""
+        """Return the run with other values of these keys, which are not checked again. Raises
+        ConfigError for a value that a key cannot have."""
         return replace(self, run=self.run.changed(changes))
 
 
@@ -305,11 +306,11 @@ class _Planner:
         self.about_source: list[str] = []
         self.about_memory: list[str] = []
         self.about_prompts: list[str] = []
-        self._given = run
-        self._run = run  # as given, with what fits the memory
+        self._given = run  # settings as the user gave them
+        self._run = run  # with those chosen for the memory
         self.placement = placement
         self._parts: Sequence[Part] = ()
-        self._size: ModelSize | None = None
+        self._model: MeasuredModel | None = None
         self._is_tight = False  # by estimate, a memory does not suffice
         self._has_checked_data = True  # unless its hub cannot be reached
         self._tokenizer_path = ""
@@ -329,15 +330,13 @@ class _Planner:
         if is_resumed:
             self.about_source = describe_resumed(config, folder)
         spec = self._given.spec
-        model = measure_model(spec.model, is_whole=False)
+        model = self._measure_model()
         if source is not None:
             self._tokenizer_path = source.tokenizer
             about = source.describe(spec.model.lora)
             self.about_source = [about] if about else []
 
-        self._plan_memory(model)
-        self.checks.add(placement=self.placement, model=model)
-        self.checks.add(parts=self._parts)
+        self._plan_memory(model.size)
         if self.placement.assumed is None:  # of other machines these are not known
             written = written_by_run(spec.schedule, model, source, is_resumed=is_resumed)
             has_compiler = devices.has_c_compiler()
@@ -345,14 +344,17 @@ class _Planner:
         self.checks.add(config=config, folder=folder, is_resumed=is_resumed)
         self.checks.add(spec=self._run.spec, lengths_section="rollout")
 
-    def _plan_memory(self, model: MeasuredModel) -> None:
-        """Choose devices and settings that fit the memory, and estimate what the run needs."""
-        self._size = model.size
+    def _measure_model(self) -> MeasuredModel:
+        model = measure_model(self._given.spec.model, is_whole=False)
+        self._model = model
         self.about_model = describe_weights(model, self._given.spec.model)
-        self.placement = choose_split(self._given, self.placement, model.size)
-        self._run = use_memory(self._given, self.placement, model.size)
-        self._parts = estimate_memory(self._run.spec, self.placement, model.size)
-        self._is_tight = bool(find_shortages(self._parts))
+        return model
+
+    def _plan_memory(self, size: ModelSize | None) -> None:
+        """Choose devices and settings that fit the memory, and estimate what the run needs."""
+        self.placement = choose_split(self._given, self.placement, size)
+        self._run = use_memory(self._given, self.placement, size)
+        self._parts = estimate_memory(self._run.spec, self.placement, size)
         self.about_memory = ["memory: unknown, as the model's config.json gives no sizes"]
         if self._parts:
             self.about_memory = [memory_table(self._parts)]
@@ -372,12 +374,14 @@ class _Planner:
             example = prompts.prompt(0)
             held_out = _find_held_out(self._run, prompts)
         except HubUnreachable as error:
+            self._check_memory()
             _, warnings = find_interfaces(spec.episodes, None)
             self.checks.warnings += warnings
             self.checks.add(example=None)
             self.checks.warnings.append(f"warning: not checked: {error}")
             self._has_checked_data = False
             return
+        self._check_memory()
         interfaces, warnings = find_interfaces(spec.episodes, example)
         self.checks.warnings += warnings
         self.checks.add(example=example, interfaces=interfaces, prompts=prompts)
@@ -398,13 +402,17 @@ class _Planner:
     def _use_pictures(self) -> None:
         """Plan with the model's tower."""
         self._given = self._given.with_pictures(True)
-        spec = self._given.spec
-        model = measure_model(spec.model, is_whole=False)
-        self.placement = resolve_placement(spec, self.placement.assumed)
-        self._plan_memory(model)
-        self.checks.add(
-            spec=self._run.spec, placement=self.placement, model=model, parts=self._parts
-        )
+        self._run = self._given
+        model = self._measure_model()
+        self.placement = resolve_placement(self._given.spec, self.placement.assumed)
+        self._plan_memory(model.size)
+        self.checks.add(spec=self._run.spec)
+
+    def _check_memory(self) -> None:
+        """Check devices and memory, once it is known whether there are pictures."""
+        self.checks.add(placement=self.placement, model=self._model)
+        self._is_tight = bool(find_shortages(self._parts))
+        self.checks.add(parts=self._parts)
 
     def _load_renderer(self, example: Prompt) -> PromptRenderer | None:
         """Load what renders the first prompt. Raises ConfigError: the model need not be here, and
@@ -420,6 +428,10 @@ class _Planner:
         if self._size is None or not self._is_tight or self.placement.accelerator == "cpu":
             return {}
         return propose_changes(self._run, self.placement, self._size)
+
+    @property
+    def _size(self) -> ModelSize | None:
+        return None if self._model is None else self._model.size
 
     def describe_start(self) -> str:
         """Say that the run would start, and how full the fullest memory would be."""

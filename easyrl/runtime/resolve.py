@@ -83,11 +83,12 @@ class ResolvedRun:
 
     @classmethod
     def of(cls, config: Config) -> Self:
+        """Resolve a config."""
         return cls(config, resolve(config))
 
     def changed(self, changes: Mapping[str, Any]) -> Self:
-        """Return the run with other values of these keys. Whether its prompts have pictures stays
-        known. Raises ConfigError."""
+        """Return the run with other values of these keys, and pictures as before. Raises
+        ConfigError for a value that a key cannot have."""
         config = change_config(self.config, changes)
         return type(self)(config, resolve(config).with_pictures(self.spec.model.has_pictures))
 

@@ -29,7 +29,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from queue import SimpleQueue
 from types import FrameType
-from typing import IO, Any, Literal, Self
+from typing import IO, Any, Literal, NamedTuple, Self
 
 from easyrl import events
 from easyrl.processes import (
@@ -95,14 +95,23 @@ class RewardFailure(WorkerFailure):
 
 
 class Interrupted(KeyboardInterrupt):
-    """The run is to stop: by a signal (SIGINT, SIGTERM, or SIGHUP: the terminal was closed), or as
-    if by SIGTERM (`stopped_by`: what else asked for it). `is_planned`: its own settings or
-    callbacks asked."""
+    """The run is to stop: a signal arrived (SIGINT, SIGTERM, or SIGHUP: the terminal was closed).
+
+    `stopped_by` names what else asked for it, such as `easyrl stop` or a condition; that counts as
+    a SIGTERM. `is_planned`: the run's own settings or callbacks asked.
+    """
 
     def __init__(self, signum: int, stopped_by: str = "", *, is_planned: bool = False) -> None:
         super().__init__(stopped_by or signal.Signals(signum).name)
         self.signum = signum
         self.is_planned = is_planned
+
+
+class StopRequest(NamedTuple):
+    """Arguments of the Interrupted that `Supervisor.wait` raises."""
+
+    signum: int
+    stopped_by: str = ""
 
 
 @contextlib.contextmanager
@@ -221,8 +230,8 @@ class Supervisor:
     def __init__(self) -> None:
         self._fork_server = ForkServer()
         self._workers: list[Worker] = []
-        self._interruption: Interrupted | None = None  # which `wait` raises next
-        self._is_interrupted = False  # by `interrupt`
+        self._stop_request: StopRequest | None = None  # `wait` raises Interrupted for it
+        self._is_stopping = False  # a signal or `interrupt` asked for it
         self.wait_for: Callable[[Sequence[Any], float | None], list[Any]] = wait
         """Waits until one of these objects is ready, for at most these seconds, and returns what is
         ready, as multiprocessing's `wait`. It may do other work meanwhile (`runtime.control`)."""
@@ -232,6 +241,7 @@ class Supervisor:
     def __enter__(self) -> Self:
         raise_open_files()  # many workers have many pipes
         self._wake_reader, self._wake_writer = os.pipe()  # written by a signal, to end `wait`
+        os.set_blocking(self._wake_reader, False)
         for fd in (self._wake_reader, self._wake_writer):
             self._exit.callback(os.close, fd)
         self._exit.enter_context(handle_signals(self._on_signal))
@@ -244,15 +254,18 @@ class Supervisor:
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         """Record the signal only: an exception raised here could interrupt a spawn halfway."""
-        self._interruption = Interrupted(signum)
-        os.write(self._wake_writer, b"x")
+        self._request_stop(StopRequest(signum))
 
     def interrupt(self) -> None:
-        """Let `wait` raise Interrupted, once: a second one would prevent the last checkpoint."""
-        if not self._is_interrupted:
-            self._is_interrupted = True
-            self._interruption = Interrupted(signal.SIGTERM, "easyrl stop")
-            os.write(self._wake_writer, b"x")
+        """Let `wait` raise Interrupted for `easyrl stop`, unless the run is stopping already: a
+        second one would prevent the last checkpoint."""
+        if not self._is_stopping:
+            self._request_stop(StopRequest(signal.SIGTERM, "easyrl stop"))
+
+    def _request_stop(self, request: StopRequest) -> None:
+        self._is_stopping = True
+        self._stop_request = request
+        os.write(self._wake_writer, b"x")
 
     def spawn(
         self, name: str, target: Callable[..., None], *arguments: Any, is_copy: bool = False
@@ -283,13 +296,17 @@ class Supervisor:
         watched = self._workers if needed is None else needed
         by_sentinel = {worker.process.sentinel: worker for worker in watched}
         open_pipes = [worker.control for worker in self._workers if worker.is_open]
-        ready = self.wait_for([*open_pipes, *by_sentinel, self._wake_reader], timeout_seconds)
-        if self._interruption is not None:
+        ready: list[Any] = []
+        if self._stop_request is None:
+            ready = self.wait_for([*open_pipes, *by_sentinel, self._wake_reader], timeout_seconds)
+        if self._stop_request is not None:
             time.sleep(MERGE_SECONDS)
-            interruption = self._interruption
-            self._interruption = None
-            os.read(self._wake_reader, 4096)
-            raise interruption
+            request = self._stop_request
+            self._stop_request = None
+            # A signal that arrives now sets the next request, whose byte is perhaps read here.
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._wake_reader, 4096)
+            raise Interrupted(*request)
 
         dead = [worker for sentinel, worker in by_sentinel.items() if sentinel in ready]
         received: list[tuple[Worker, events.WorkerEvent]] = []
@@ -301,8 +318,8 @@ class Supervisor:
                     failures[worker] = event
         if _is_run_over(dead, failures):
             cause = self._first_cause(failures)
-            if self._interruption is not None:  # a signal to the whole process group
-                raise self._interruption
+            if self._stop_request is not None:  # a signal to the whole process group
+                raise Interrupted(*self._stop_request)
             raise cause
 
         for worker in dict.fromkeys([*dead, *failures]):  # each once

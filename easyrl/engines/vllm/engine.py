@@ -507,15 +507,15 @@ def _seed_of(seed: int, key: tuple[int, ...]) -> int:
 
 
 class EngineLog:
-    """Makes errors whose reason is the message of the last exception in vLLM's log.
+    """Make errors whose reason is the message of the last exception in vLLM's log.
 
-    `file`: where vLLM's processes write, if not to the terminal.
+    `file`: where vLLM's processes write. None: to the terminal, so that no reason is found.
     """
 
     def __init__(self, file: str | None) -> None:
         self._file = None if file is None else Path(file)
         self._start = 0 if self._file is None else self._file.stat().st_size
-        self._where_more = "" if file is None else f" (more in {file})"
+        self._log_hint = "" if file is None else f" (more in {file})"
 
     def _reason(self, default: str) -> str:
         if self._file is None:
@@ -526,7 +526,7 @@ class EngineLog:
 
     def end_error(self) -> RuntimeError:
         reason = self._reason("unknown reason")
-        return RuntimeError(f"vLLM has ended: {reason}{self._where_more}")
+        return RuntimeError(f"vLLM has ended: {reason}{self._log_hint}")
 
     def start_error(self, model: str, error: Exception) -> Exception:
         if isinstance(error, ValueError | NotImplementedError):  # vLLM refuses its configuration
@@ -546,4 +546,4 @@ class EngineLog:
                 f"rollout.memory_fraction: too little memory for '{model}' and a KV cache: "
                 f"{reason}; use a larger fraction, shorter sequences or a smaller model"
             )
-        return RuntimeError(f"vLLM did not start: {reason}{self._where_more}")
+        return RuntimeError(f"vLLM did not start: {reason}{self._log_hint}")
