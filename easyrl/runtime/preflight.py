@@ -112,7 +112,7 @@ def check_run(
     spec = run.spec
     if spec.model.has_pictures:
         model = measure_model(spec.model)  # with its tower
-        checks.add(spec=spec)
+        checks.add(spec=spec, model=model)
     example = prompts.prompt(0)
     interfaces, warnings = find_interfaces(spec.episodes, example)
     checks.warnings += warnings
