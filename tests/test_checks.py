@@ -122,6 +122,21 @@ def test_a_plan_for_other_machines_does_not_look_at_this_disk(tmp_path):
     assert make_plan(config, devices.parse_assumed("80GiB")).would_start
 
 
+def test_a_plan_with_unusable_data_proposes_what_fits_the_memory_all_the_same(tmp_path):
+    words = [f"output.dir={tmp_path}/run", f"data.dataset={tmp_path}/none.jsonl"]
+    plan = make_plan(load_config(words=words), devices.parse_assumed("2x0.8GiB"))
+    assert "data.dataset" in plan.verdict and "warning: by estimate" in plan.text
+    assert plan.changes
+
+
+def test_a_plan_with_pictures_that_vllm_cannot_show_says_so_first(tmp_path):
+    words = ["model.path=tiny-vision", "data.dataset=picture-sums", "rollout.engine=vllm"]
+    config = load_config(words=[*words, f"output.dir={tmp_path}/run"])
+    plan = make_plan(config, devices.parse_assumed("2x0.8GiB"))
+    assert "rollout.engine: expected embedded, because prompts have pictures" in plan.verdict
+    assert "are frozen (model.vision)" in plan.text
+
+
 def test_the_plan_of_a_run_that_resumes_by_itself_checks_its_settings(tmp_path):
     make_run(tmp_path / "run", {10: {}}, "runtime.resume=auto")
     (tmp_path / "taken").mkdir()

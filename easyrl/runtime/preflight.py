@@ -7,6 +7,7 @@ weights are loaded.
 What is found on the way are the facts of `runtime.checks`, which has the list of checks.
 """
 
+import contextlib
 import math
 import shlex
 from collections.abc import Mapping, Sequence
@@ -381,6 +382,10 @@ class _Planner:
             self.checks.warnings.append(f"warning: not checked: {error}")
             self._has_checked_data = False
             return
+        except ConfigError:
+            with contextlib.suppress(ConfigError):  # the first reason is reported
+                self._check_memory()  # warns, and lets settings that fit be proposed
+            raise
         self._check_memory()
         interfaces, warnings = find_interfaces(spec.episodes, example)
         self.checks.warnings += warnings
