@@ -1,5 +1,6 @@
 """Runs that are quiet, stall or cannot learn: warnings, who is to blame, the workers' stacks."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from easyrl import events
 from easyrl.config import load_config
 from easyrl.events import Activity, Span, UnderWay
 from easyrl.runtime import watchdog as module
-from easyrl.runtime.metrics import no_learning_warning
+from easyrl.runtime.metrics import no_learning_warning, no_requests_warning
 from easyrl.runtime.resolve import resolve
 from easyrl.runtime.watchdog import Watchdog
 from own_processes import WAIT_SECONDS
@@ -141,6 +142,16 @@ def test_three_iterations_at_an_extreme_are_explained(change, cause):
     assert not warning(change, change) and not warning(change, {}, change)
     skipped = {**change, "reward": None, "frac_reward_zero_std": None}
     assert not warning(skipped, change, change)
+
+
+@pytest.mark.parametrize(
+    ("shares", "is_warned"), [((), False), ((0.0, 0.4), False), ((0.0, 0.6), True), ((1.0,), True)]
+)
+def test_episodes_that_ask_nothing_are_named(shares, is_warned):
+    groups = [GROUP]  # without an agent
+    for share in shares:
+        groups.append(replace(GROUP, logged={"episodes/without_requests": share}))
+    assert ("asked the model nothing" in no_requests_warning(groups)) == is_warned
 
 
 def test_a_teacher_alone_gets_the_warnings_that_need_no_rewards():

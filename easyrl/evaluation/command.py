@@ -50,7 +50,7 @@ from easyrl.runtime.launcher import make_launcher
 from easyrl.runtime.ledger import ledger_of_evaluation
 from easyrl.runtime.memory_estimate import Part, estimate_memory
 from easyrl.runtime.memory_fit import fits
-from easyrl.runtime.metrics import no_program_warning
+from easyrl.runtime.metrics import no_program_warning, no_requests_warning
 from easyrl.runtime.placement import Placement, describe, place_evaluation
 from easyrl.runtime.resolve import resolve, with_eval_data, with_long_problems
 from easyrl.runtime.resume import with_absolute_paths
@@ -275,6 +275,7 @@ def _answer_the_rest(plan: Plan, folder: EvalFolder, view: EvalView) -> _Work:
     elif plan.source.kind == "checkpoint":
         say("exporting the checkpoint")
     prompts = [plan.problems[problem] for problem in remaining.values()]
+    first_answers: list[events.PromptEvaluated] = []
     first_samples: list[events.Sample] = []
     num_first = min(NUM_FIRST_SAMPLES, len(prompts) * plan.sampling.num_samples)
     num_tokens = 0
@@ -290,11 +291,13 @@ def _answer_the_rest(plan: Plan, folder: EvalFolder, view: EvalView) -> _Work:
                 folder.append(problem, _lines(plan, problem, answer))
                 num_tokens += sum(sample.length for sample in answer.samples)
                 if len(first_samples) < num_first:
+                    first_answers.append(answer)
                     first_samples.extend(answer.samples)
                     if len(first_samples) >= num_first:
                         limit = plan.sampling.max_completion_length
                         warning = no_program_warning(first_samples, limit, section="eval")
                         view.observe(events.Note(warning))
+                        view.observe(events.Note(no_requests_warning(first_answers)))
                 view.show_progress(seconds, folder.answers, num_tokens)
     return _Work(num_tokens, seconds)
 

@@ -97,7 +97,7 @@ class Controller:
         """State after the newest complete iteration; `wall_seconds` is set when it is saved."""
         self._lines = self.folder.read_metrics()
         """Metrics of the iterations, as in `metrics.jsonl`."""
-        self._is_warned = False  # that the run may learn nothing
+        self._warned_of = set[str]()  # kinds of warnings that are given once
         self._num_devices = count_devices(self.launcher.devices.values())
         self._after: dict[str, float] = {}  # metrics of the evaluation after the last iteration
         self._judged: Counter[str] = Counter()
@@ -342,8 +342,13 @@ class Controller:
         warning = metrics.no_learning_warning(
             self._lines, self.spec.batches, self.spec.limits, self.folder.path
         )
-        if warning and not self._is_warned:
-            self._is_warned = True
+        self._warn_once("learning", warning)
+        self._warn_once("requests", metrics.no_requests_warning(ledger.reports))
+
+    def _warn_once(self, kind: str, warning: str) -> None:
+        """Show a warning, if there is one, until the end; only the first one of its kind."""
+        if warning and kind not in self._warned_of:
+            self._warned_of.add(kind)
             self.notify(events.Note(warning, is_lasting=True))
 
     def _evaluate(self, round_: int) -> dict[str, float]:
@@ -354,6 +359,7 @@ class Controller:
         ledger = ledger_of_evaluation(self.spec.schedule, self.checked.placement, round_, held_out)
         answers = [*self.fleet.answers(ledger)]
         self._judged.update(metrics.judge_counts(answers))
+        self._warn_once("requests", metrics.no_requests_warning(answers))
         correct_reward = self.spec.schedule.correct_reward
         measured, num_problems = metrics.evaluation_metrics(answers, correct_reward)
         evaluated = events.Evaluated(

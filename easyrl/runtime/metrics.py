@@ -31,6 +31,8 @@ EXTREME_SHARE = 0.95  # of groups with equal rewards, or of completions that are
 EXTREME_LENGTH = 1.5  # mean length of the completions in tokens, at most
 MANY_WITHOUT_PROGRAM = 0.5
 """A larger share of first completions without a program gets a warning."""
+MANY_WITHOUT_REQUESTS = 0.25
+"""A share of an agent's episodes that ask the model nothing from which on there is a warning."""
 EXCERPT_CHARACTERS = 300  # of a completion, in that warning
 TOLERANCE = 1e-6
 """A reward this little below the bound is correct: rewards are sums in float32."""
@@ -346,6 +348,25 @@ def no_program_warning(
         f"warning: the reward code finds no program in {len(without)} of {len(scored)} of the "
         f"first completions{cut_off}: expected a block of code (```python), behind the "
         f"thinking (ask for one: data.system_prompt, data.prompt_template), got {text!r}"
+    )
+
+
+def no_requests_warning(
+    reports: Iterable[events.GroupScored | events.PromptEvaluated],
+) -> str:
+    """Explain that many episodes of an agent asked the model nothing; empty if few did, and without
+    an agent."""
+    name = "episodes/without_requests"
+    shares = [report.logged[name] for report in reports if name in report.logged]
+    if not shares:
+        return ""
+    share = sum(shares) / len(shares)
+    if share < MANY_WITHOUT_REQUESTS:
+        return ""
+    return (
+        f"warning: {share:.0%} of the agent's episodes asked the model nothing, so their rewards "
+        "say nothing of it, and nothing of them is trained: expected requests in each; a client "
+        "must not answer from a cache (dspy does by default: LM(…, cache=False))"
     )
 
 

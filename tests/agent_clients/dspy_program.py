@@ -10,6 +10,7 @@ lm = dspy.LM(
     api_base=os.environ["OPENAI_BASE_URL"],
     api_key=os.environ["OPENAI_API_KEY"],
     max_tokens=30,
+    cache=False,  # else later episodes, and those of later runs, get the answers of earlier ones
 )
 dspy.configure(lm=lm)
 lm(sys.argv[1])
