@@ -139,6 +139,7 @@ def test_micro_batch_formula_equals_measured_allocations(vocabulary, checkpointi
 
 
 def measured_peaks(*words):
+    """Return the most memory of each worker, without the trainer's buckets in a rollout worker."""
     run = popen(command("--no-live", *words), stdout=subprocess.DEVNULL)
     peaks = {}
     while run.poll() is None:
@@ -146,7 +147,9 @@ def measured_peaks(*words):
             for name, worker in workers(run.pid).items():
                 status = Path(f"/proc/{worker.pid}/status").read_text()
                 if peak := re.search(r"VmHWM:\s+(\d+)", status):
-                    peaks[name] = 1024 * int(peak[1])
+                    shared = re.search(r"RssShmem:\s+(\d+)", status)
+                    num_shared = 0 if name.startswith("train") else int(shared[1])
+                    peaks[name] = max(peaks.get(name, 0), 1024 * (int(peak[1]) - num_shared))
         time.sleep(0.05)
     assert run.returncode == 0
     # The process that checks the reward's functions imports no torch, so it is smaller.

@@ -23,8 +23,13 @@ class TrainedBatch(NamedTuple):
 
 
 class ActivationBytes(NamedTuple):
-    kept: int  # by all layers together when backward begins
+    kept: int  # by all layers together when backward begins, and logits that are kept for it
     transient: int  # of the largest tensors that live only within a layer, or the head
+
+
+class HeadBytes(NamedTuple):
+    kept: int  # logits that are kept for backward
+    transient: int  # of the chunk that is computed
 
 
 def largest_batch(
@@ -72,9 +77,12 @@ def activation_bytes(
     if not is_fused:
         num_scores = model.num_heads * batch.num_tokens * batch.num_keys
         scores = TRAINED_SCORE_BYTES * num_scores
-    # These never coincide.
-    transient = max(head_bytes(model, batch, dtype, is_on_cpu=is_on_cpu), last_mlp, scores)
-    return ActivationBytes(kept, transient)
+    head = head_bytes(model, batch, dtype, is_on_cpu=is_on_cpu)
+    # The head, the last MLP and the scores never coincide.
+    in_layer = max(last_mlp, scores)
+    if sum(head) > in_layer:
+        return ActivationBytes(kept + head.kept, head.transient)
+    return ActivationBytes(kept, in_layer)
 
 
 def layer_bytes(model: ModelSize, dtype: str) -> int:
@@ -98,7 +106,7 @@ def layer_bytes(model: ModelSize, dtype: str) -> int:
     return dtype_bytes * plain + per_normed * normed
 
 
-def head_bytes(model: ModelSize, batch: TrainedBatch, dtype: str, *, is_on_cpu: bool) -> int:
+def head_bytes(model: ModelSize, batch: TrainedBatch, dtype: str, *, is_on_cpu: bool) -> HeadBytes:
     """Return what the head allocates for the logits, which `logprobs` computes in chunks."""
     row = FLOAT_BYTES * model.vocabulary_size
     most_bytes = CPU_CHUNK_BYTES if is_on_cpu else CHUNK_BYTES
@@ -113,7 +121,7 @@ def head_bytes(model: ModelSize, batch: TrainedBatch, dtype: str, *, is_on_cpu: 
             kept = chunk * min(num_chunks, CPU_KEPT_BYTES // chunk)
     forward = NUM_LIVE_CHUNKS * chunk
     backward = 2 * chunk + gradient * _trained_head(model)
-    return kept + max(forward, backward)
+    return HeadBytes(kept, max(forward, backward))
 
 
 def gathered_bytes(model: ModelSize, dtype: str, *, drops_layers: bool) -> int:

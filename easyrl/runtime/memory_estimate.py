@@ -31,7 +31,7 @@ from easyrl.model.reward_model import reward_model_needs
 from easyrl.processes import MemoryNeed, available_memory_bytes
 from easyrl.rewards.pool import PROCESS_BYTES
 from easyrl.runtime.placement import Placement, ring_layout
-from easyrl.workers.sizes import sends_from_buckets, train_needs
+from easyrl.workers.sizes import train_needs
 
 MIB = 2**20
 GIB = 2**30
@@ -171,7 +171,7 @@ def _rollout_needs(
     needs = [process_need(kind, num_devices), *weights_needs(model, load)]
     if not placement.engine.is_vllm:
         needs += embedded_needs(model, load)
-        # The embedded engine on the CPU receives into the weights themselves, where they fit.
+        # On the CPU the embedded engine reads from the trainer's buckets, which both map.
         bucket_bytes = 0 if is_on_cpu else _bucket_bytes(placement, "rollout", weights_bytes)
     else:
         bucket_bytes = _bucket_bytes(placement, "rollout", weights_bytes)
@@ -227,10 +227,8 @@ def _train_needs(spec: RunSpec, placement: Placement, model: ModelSize) -> list[
         is_fused=is_on_cpu or (dtype != "float32" and not is_ascend),
         teacher_weights=teacher_weights,
     )
-    bucket_bytes = 0
-    if sends_from_buckets(dtype=dtype, is_on_cpu=is_on_cpu):
-        weights_bytes = DTYPE_BYTES[dtype] * model.num_weights
-        bucket_bytes = _bucket_bytes(placement, "train", weights_bytes)
+    weights_bytes = DTYPE_BYTES[dtype] * model.num_weights
+    bucket_bytes = _bucket_bytes(placement, "train", weights_bytes)
     process = process_need("cpu" if is_on_cpu else placement.accelerator)
     return [process, *needs, MemoryNeed("buckets", bucket_bytes)]
 

@@ -107,10 +107,5 @@ def _policy_needs(
     return needs
 
 
-def sends_from_buckets(*, dtype: str, is_on_cpu: bool) -> bool:
-    """Return whether a train worker has buckets. Else weights are sent from their own memory."""
-    return dtype != "float32" or not is_on_cpu
-
-
 def _certain(what: str, num_bytes: int, settings: str, *, is_on_host: bool) -> MemoryNeed:
     return MemoryNeed(what, num_bytes, settings, is_certain=True, is_on_host=is_on_host)
