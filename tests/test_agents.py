@@ -464,7 +464,7 @@ def test_an_agent_that_asks_nothing_is_named_once(tmp_path):
     silent.write_text("def play(row, client):\n    return 1.0\n")
     words = (*GUESS, "--agent", f"{silent}:play", "train.eval_every=1", "data.num_held_out=4")
     out = succeed(*words, "--iterations", "2", "--output", str(tmp_path / "run"))
-    assert out.count("100% of the agent's episodes asked the model nothing") == 1
+    assert out.count("100% of the agent's episodes got no answer from the model") == 1
 
 
 def test_an_evaluation_runs_a_command_on_held_out_rows(tmp_path):

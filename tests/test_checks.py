@@ -127,6 +127,14 @@ def test_a_plan_with_unusable_data_proposes_what_fits_the_memory_all_the_same(tm
     plan = make_plan(load_config(words=words), devices.parse_assumed("2x0.8GiB"))
     assert "data.dataset" in plan.verdict and "warning: by estimate" in plan.text
     assert plan.changes
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "notes.txt").write_text("mine")
+    taken = load_config(words=[f"output.dir={tmp_path}/taken"])
+    plan = make_plan(taken, devices.parse_assumed("2x0.8GiB"))
+    assert "--output" in plan.verdict and "warning: by estimate" in plan.text
+    assert plan.changes
+    plan = make_plan(load_config(words=words), devices.parse_assumed("2x0.01GiB"))
+    assert "data.dataset" in plan.verdict and "even without buffers" in plan.text
 
 
 def test_a_plan_with_pictures_that_vllm_cannot_show_says_so_first(tmp_path):

@@ -258,14 +258,18 @@ def test_a_signal_to_all_processes_is_raised_as_often_as_the_run_waits(monkeypat
 
 
 def test_easyrl_stop_does_not_hurry_a_run_that_stops_already():
-    with Supervisor() as supervisor:
-        for signum in (signal.SIGINT, signal.SIGTERM):
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        with Supervisor() as supervisor:
             os.kill(os.getpid(), signum)
             supervisor.interrupt()
             with pytest.raises(Interrupted) as caught:
                 supervisor.wait(SECONDS)
             assert caught.value.signum == signum
             assert supervisor.wait(timeout_seconds=0.1) == []
+    with Supervisor() as supervisor:  # by `train.stop_when`, or a callback
+        supervisor.begin_to_stop()
+        supervisor.interrupt()
+        assert supervisor.wait(timeout_seconds=0.1) == []
     with Supervisor() as supervisor:
         supervisor.interrupt()
         with pytest.raises(Interrupted, match="easyrl stop"):

@@ -29,7 +29,12 @@ from easyrl.layout.tree import TokenTree
 from easyrl.model.files import model_size, read_model_files
 from easyrl.model.loading import load_policy
 from easyrl.model.mixers import elements_of_states, sdpa
-from easyrl.model.sizes import TRAINED_SCORE_BYTES, activation_bytes, largest_batch
+from easyrl.model.sizes import (
+    TRAINED_SCORE_BYTES,
+    TrainedBatch,
+    activation_bytes,
+    largest_batch,
+)
 from easyrl.runtime import memory_estimate
 from easyrl.runtime.checks.engine import measure_model
 from easyrl.runtime.memory_estimate import check_memory, estimate_memory, memory_table
@@ -136,6 +141,34 @@ def test_micro_batch_formula_equals_measured_allocations(vocabulary, checkpointi
         is_checkpointed=spec.optimizer.activation_checkpointing,
     )
     assert expected.kept + expected.transient == pytest.approx(taken, rel=TOLERANCE)
+
+
+def test_transients_of_layers_and_of_the_head_are_compared_as_they_are_counted():
+    """Where a layer needs more than the head, the estimate does not fall."""
+    size = model_size(QWEN, num_weights=0)
+    how = {"dtype": "float32", "is_on_cpu": True, "is_fused": True, "is_checkpointed": False}
+    totals = []
+    for num_tokens in range(2_000, 60_000, 500):
+        batch = TrainedBatch(num_tokens, num_targets=1_000, num_keys=500)
+        totals.append(sum(activation_bytes(size, batch, **how, transient_factor=3.9)))
+    assert totals == sorted(totals)
+
+
+@pytest.mark.parametrize(
+    ("words", "engine", "num_bytes"),
+    [
+        (("devices.infer=cpu", "devices.train=cpu"), "embedded", 2**27),
+        (("devices.infer=cpu:2", "devices.train=cpu:2"), "embedded", 2**27),
+        (("devices.infer=cpu", "devices.train=cpu"), "vllm", 2**27),
+        (("devices.infer=cpu", "devices.train=0"), "embedded", 2**27),
+        (APART, "embedded", 2 * 2**27),
+    ],
+)
+def test_buckets_that_workers_share_are_counted_once(words, engine, num_bytes, tmp_path):
+    save_model(tmp_path, (768, 2304, 4, 12, 6, 28000))  # more weights than the buckets hold
+    parts = estimated(f"model.path={tmp_path}", *words, engine=EngineChoice(engine))
+    buckets = [part.num_processes * part.need.num_bytes for part in parts if part.need.what == "buckets"]
+    assert sum(buckets) == num_bytes
 
 
 def measured_peaks(*words):

@@ -10,7 +10,8 @@ NUM_BUCKETS = 2
 
 
 def buckets_on_cpu(weights_bytes: int) -> int:
-    """Return the bytes of a CPU worker's buckets for weights of so many bytes."""
+    """Return the bytes of the buckets in host memory, which all workers of a machine map, for
+    weights of so many bytes."""
     return min(NUM_BUCKETS * BUCKET_BYTES, weights_bytes)  # other pages are never written
 
 

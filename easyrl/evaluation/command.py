@@ -275,7 +275,7 @@ def _answer_the_rest(plan: Plan, folder: EvalFolder, view: EvalView) -> _Work:
     elif plan.source.kind == "checkpoint":
         say("exporting the checkpoint")
     prompts = [plan.problems[problem] for problem in remaining.values()]
-    first_answers: list[events.PromptEvaluated] = []
+    logged: list[Mapping[str, float]] = []
     first_samples: list[events.Sample] = []
     num_first = min(NUM_FIRST_SAMPLES, len(prompts) * plan.sampling.num_samples)
     num_tokens = 0
@@ -287,18 +287,18 @@ def _answer_the_rest(plan: Plan, folder: EvalFolder, view: EvalView) -> _Work:
         with closing(answers_of_workers(plan, model, prompts, folder, view)) as answered:
             for seconds, answer in answered:
                 problem = remaining[answer.prompt_index]
+                logged.append(answer.logged)
                 keep_pictures(folder.path, answer.pictures)
                 folder.append(problem, _lines(plan, problem, answer))
                 num_tokens += sum(sample.length for sample in answer.samples)
                 if len(first_samples) < num_first:
-                    first_answers.append(answer)
                     first_samples.extend(answer.samples)
                     if len(first_samples) >= num_first:
                         limit = plan.sampling.max_completion_length
                         warning = no_program_warning(first_samples, limit, section="eval")
                         view.observe(events.Note(warning))
-                        view.observe(events.Note(no_requests_warning(first_answers)))
                 view.show_progress(seconds, folder.answers, num_tokens)
+    view.observe(events.Note(no_requests_warning(logged)))
     return _Work(num_tokens, seconds)
 
 

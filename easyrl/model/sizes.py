@@ -58,9 +58,11 @@ def activation_bytes(
     is_on_cpu: bool,
     is_fused: bool,
     is_checkpointed: bool,
+    transient_factor: float = 1.0,
 ) -> ActivationBytes:
     """Estimate forward and backward of a micro-batch. `is_fused`: attention keeps no scores.
-    `is_checkpointed`: layers are computed again in backward."""
+    `is_checkpointed`: layers are computed again in backward. `transient_factor`: how many times
+    their size transient tensors take."""
     dtype_bytes = DTYPE_BYTES[dtype]
     layer = layer_bytes(model, dtype)
     kept_by_layer = dtype_bytes * model.width if is_checkpointed else layer
@@ -79,9 +81,10 @@ def activation_bytes(
         scores = TRAINED_SCORE_BYTES * num_scores
     head = head_bytes(model, batch, dtype, is_on_cpu=is_on_cpu)
     # The head, the last MLP and the scores never coincide.
-    in_layer = max(last_mlp, scores)
-    if sum(head) > in_layer:
-        return ActivationBytes(kept + head.kept, head.transient)
+    in_layer = int(transient_factor * max(last_mlp, scores))
+    in_head = int(transient_factor * head.transient)
+    if head.kept + in_head > in_layer:
+        return ActivationBytes(kept + head.kept, in_head)
     return ActivationBytes(kept, in_layer)
 
 

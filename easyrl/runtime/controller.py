@@ -343,7 +343,8 @@ class Controller:
             self._lines, self.spec.batches, self.spec.limits, self.folder.path
         )
         self._warn_once("learning", warning)
-        self._warn_once("requests", metrics.no_requests_warning(ledger.reports))
+        logged = [report.logged for report in ledger.reports]
+        self._warn_once("requests", metrics.no_requests_warning(logged))
 
     def _warn_once(self, kind: str, warning: str) -> None:
         """Show a warning, if there is one, until the end; only the first one of its kind."""
@@ -359,7 +360,8 @@ class Controller:
         ledger = ledger_of_evaluation(self.spec.schedule, self.checked.placement, round_, held_out)
         answers = [*self.fleet.answers(ledger)]
         self._judged.update(metrics.judge_counts(answers))
-        self._warn_once("requests", metrics.no_requests_warning(answers))
+        logged = [answer.logged for answer in answers]
+        self._warn_once("requests", metrics.no_requests_warning(logged))
         correct_reward = self.spec.schedule.correct_reward
         measured, num_problems = metrics.evaluation_metrics(answers, correct_reward)
         evaluated = events.Evaluated(
@@ -490,7 +492,7 @@ class Controller:
         if self._stopping is not None or not is_resumable:
             raise cause
         self._stopping = cause
-        self.fleet.begin_to_stop()
+        self.fleet.begin_to_stop()  # `easyrl stop` does not hurry it from now on
         what = "a reward call failed"  # the end of the run says which
         if isinstance(cause, CallbackFailure):
             what = "a callback failed"

@@ -320,6 +320,7 @@ class Fleet:
     def begin_to_stop(self) -> None:
         """Wait only for the last checkpoint, which only a train worker's death prevents."""
         self._needed = self.train
+        self._supervisor.begin_to_stop()
 
     def _hand_out(self) -> None:
         """Send groups that wait to the workers that work."""

@@ -137,6 +137,9 @@ def estimate_memory(spec: RunSpec, placement: Placement, model: ModelSize | None
     if placement.train.count > 0:
         ring_bytes = ring_layout(spec, placement).total_bytes
         others.append(MemoryNeed("ring buffer", ring_bytes, "rollout.ring_slots", is_certain=True))
+        if "cpu" in (placement.infer.kind, placement.train.kind):
+            weights_bytes = DTYPE_BYTES[spec.model.dtype] * model.num_weights
+            others.append(MemoryNeed("buckets", buckets_on_cpu(weights_bytes)))
     parts += [Part("controller, rewards", 1, memories.host, need) for need in others]
     return [part for part in parts if part.need.num_bytes > 0]
 
@@ -167,14 +170,11 @@ def _rollout_needs(
     num_devices = placement.engine.tensor_parallel_size
     kind = "cpu" if is_on_cpu else placement.accelerator
     load = _engine_load(spec, placement)
-    weights_bytes = DTYPE_BYTES[spec.model.dtype] * model.num_weights
     needs = [process_need(kind, num_devices), *weights_needs(model, load)]
+    bucket_bytes = _bucket_bytes(placement, "rollout")
     if not placement.engine.is_vllm:
         needs += embedded_needs(model, load)
-        # On the CPU the embedded engine reads from the trainer's buckets, which both map.
-        bucket_bytes = 0 if is_on_cpu else _bucket_bytes(placement, "rollout", weights_bytes)
     else:
-        bucket_bytes = _bucket_bytes(placement, "rollout", weights_bytes)
         share = None if is_on_cpu else _vllm_share(spec, placement, memory, bucket_bytes)
         needs += vllm_needs(model, load, share)
     return [*needs, MemoryNeed("buckets", bucket_bytes)]
@@ -227,16 +227,16 @@ def _train_needs(spec: RunSpec, placement: Placement, model: ModelSize) -> list[
         is_fused=is_on_cpu or (dtype != "float32" and not is_ascend),
         teacher_weights=teacher_weights,
     )
-    weights_bytes = DTYPE_BYTES[dtype] * model.num_weights
-    bucket_bytes = _bucket_bytes(placement, "train", weights_bytes)
+    bucket_bytes = _bucket_bytes(placement, "train")
     process = process_need("cpu" if is_on_cpu else placement.accelerator)
     return [process, *needs, MemoryNeed("buckets", bucket_bytes)]
 
 
-def _bucket_bytes(placement: Placement, role: Role, weights_bytes: int) -> int:
+def _bucket_bytes(placement: Placement, role: Role) -> int:
+    """Return the bytes of a worker's own buckets. On the CPU all workers map the same ones."""
     used = placement.infer if role == "rollout" else placement.train
     if used.kind == "cpu":
-        return buckets_on_cpu(weights_bytes)
+        return 0
     return buckets_on_accelerator(
         shares_device=placement.shares_device,
         is_trainer=role == "train",

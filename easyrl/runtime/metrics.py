@@ -32,7 +32,7 @@ EXTREME_LENGTH = 1.5  # mean length of the completions in tokens, at most
 MANY_WITHOUT_PROGRAM = 0.5
 """A larger share of first completions without a program gets a warning."""
 MANY_WITHOUT_REQUESTS = 0.25
-"""A share of an agent's episodes that ask the model nothing from which on there is a warning."""
+"""Warn from this share of an agent's episodes that got no answer from the model."""
 EXCERPT_CHARACTERS = 300  # of a completion, in that warning
 TOLERANCE = 1e-6
 """A reward this little below the bound is correct: rewards are sums in float32."""
@@ -351,22 +351,21 @@ def no_program_warning(
     )
 
 
-def no_requests_warning(
-    reports: Iterable[events.GroupScored | events.PromptEvaluated],
-) -> str:
-    """Explain that many episodes of an agent asked the model nothing; empty if few did, and without
-    an agent."""
+def no_requests_warning(logged: Iterable[Mapping[str, float]]) -> str:
+    """Explain that many episodes of an agent got no answer from the model. Empty if few did, or if
+    there is no agent. `logged`: metrics of groups, or of answers in an evaluation."""
     name = "episodes/without_requests"
-    shares = [report.logged[name] for report in reports if name in report.logged]
+    shares = [values[name] for values in logged if name in values]
     if not shares:
         return ""
     share = sum(shares) / len(shares)
     if share < MANY_WITHOUT_REQUESTS:
         return ""
     return (
-        f"warning: {share:.0%} of the agent's episodes asked the model nothing, so their rewards "
-        "say nothing of it, and nothing of them is trained: expected requests in each; a client "
-        "must not answer from a cache (dspy does by default: LM(…, cache=False))"
+        f"warning: {share:.0%} of the agent's episodes got no answer from the model, so their "
+        "rewards say nothing of it, and nothing of them is trained. Either all their requests were "
+        "refused (ended_by in samples.jsonl), or they made none: a client must not answer from a "
+        "cache, as dspy does by default (LM(…, cache=False))"
     )
 
 

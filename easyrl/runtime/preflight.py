@@ -7,7 +7,6 @@ weights are loaded.
 What is found on the way are the facts of `runtime.checks`, which has the list of checks.
 """
 
-import contextlib
 import math
 import shlex
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple, Self
 from easyrl import devices
 from easyrl.config import Config, ConfigError, to_arguments
 from easyrl.config.algorithm import TEACHER_KEY
-from easyrl.config.spec import RunSpec
+from easyrl.config.spec import ModelSpec, RunSpec
 from easyrl.data import datasets
 from easyrl.data.hub import HubUnreachable, describe_model
 from easyrl.data.streams import TEACHER_SUFFIX, PromptStream
@@ -279,6 +278,7 @@ def make_plan(
         planner.plan_data()
     except ConfigError as error:
         refusal = f"a run would not start: {error}"
+        planner.warn_of_memory()
     placement = planner.placement
     lines = [planner.about_model, *planner.about_source, describe(placement)]
     lines += [*never_run(placement), "", *planner.about_memory, *planner.checks.warnings]
@@ -312,6 +312,7 @@ class _Planner:
         self.placement = placement
         self._parts: Sequence[Part] = ()
         self._model: MeasuredModel | None = None
+        self._has_checked_memory = False
         self._is_tight = False  # by estimate, a memory does not suffice
         self._has_checked_data = True  # unless its hub cannot be reached
         self._tokenizer_path = ""
@@ -331,13 +332,13 @@ class _Planner:
         if is_resumed:
             self.about_source = describe_resumed(config, folder)
         spec = self._given.spec
-        model = self._measure_model()
+        model = self._measure_model(spec.model)
         if source is not None:
             self._tokenizer_path = source.tokenizer
             about = source.describe(spec.model.lora)
             self.about_source = [about] if about else []
 
-        self._plan_memory(model.size)
+        self._plan_memory(model)
         if self.placement.assumed is None:  # of other machines these are not known
             written = written_by_run(spec.schedule, model, source, is_resumed=is_resumed)
             has_compiler = devices.has_c_compiler()
@@ -345,14 +346,15 @@ class _Planner:
         self.checks.add(config=config, folder=folder, is_resumed=is_resumed)
         self.checks.add(spec=self._run.spec, lengths_section="rollout")
 
-    def _measure_model(self) -> MeasuredModel:
-        model = measure_model(self._given.spec.model, is_whole=False)
-        self._model = model
-        self.about_model = describe_weights(model, self._given.spec.model)
+    def _measure_model(self, spec: ModelSpec) -> MeasuredModel:
+        model = measure_model(spec, is_whole=False)
+        self.about_model = describe_weights(model, spec)
         return model
 
-    def _plan_memory(self, size: ModelSize | None) -> None:
+    def _plan_memory(self, model: MeasuredModel) -> None:
         """Choose devices and settings that fit the memory, and estimate what the run needs."""
+        self._model = model
+        size = model.size
         self.placement = choose_split(self._given, self.placement, size)
         self._run = use_memory(self._given, self.placement, size)
         self._parts = estimate_memory(self._run.spec, self.placement, size)
@@ -382,10 +384,6 @@ class _Planner:
             self.checks.warnings.append(f"warning: not checked: {error}")
             self._has_checked_data = False
             return
-        except ConfigError:
-            with contextlib.suppress(ConfigError):  # the first reason is reported
-                self._check_memory()  # warns, and lets settings that fit be proposed
-            raise
         self._check_memory()
         interfaces, warnings = find_interfaces(spec.episodes, example)
         self.checks.warnings += warnings
@@ -406,18 +404,29 @@ class _Planner:
 
     def _use_pictures(self) -> None:
         """Plan with the model's tower."""
-        self._given = self._given.with_pictures(True)
-        self._run = self._given
-        model = self._measure_model()
-        self.placement = resolve_placement(self._given.spec, self.placement.assumed)
-        self._plan_memory(model.size)
+        given = self._given.with_pictures(True)
+        model = self._measure_model(given.spec.model)
+        self.placement = resolve_placement(given.spec, self.placement.assumed)
+        self._given = given
+        self._plan_memory(model)
         self.checks.add(spec=self._run.spec)
 
     def _check_memory(self) -> None:
         """Check devices and memory, once it is known whether there are pictures."""
+        self._has_checked_memory = True
         self.checks.add(placement=self.placement, model=self._model)
         self._is_tight = bool(find_shortages(self._parts))
         self.checks.add(parts=self._parts)
+
+    def warn_of_memory(self) -> None:
+        """Add what is known of the memory to a plan that something else has refused."""
+        if self._model is None or self._has_checked_memory:
+            return
+        self._is_tight = bool(find_shortages(self._parts))
+        try:
+            self.checks.add(parts=self._parts)
+        except ConfigError as error:
+            self.checks.warnings.append(f"warning: {error}")
 
     def _load_renderer(self, example: Prompt) -> PromptRenderer | None:
         """Load what renders the first prompt. Raises ConfigError: the model need not be here, and

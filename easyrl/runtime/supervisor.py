@@ -262,6 +262,10 @@ class Supervisor:
         if not self._is_stopping:
             self._request_stop(StopRequest(signal.SIGTERM, "easyrl stop"))
 
+    def begin_to_stop(self) -> None:
+        """Ignore `interrupt` from now on, because the run stops already."""
+        self._is_stopping = True
+
     def _request_stop(self, request: StopRequest) -> None:
         self._is_stopping = True
         self._stop_request = request
@@ -318,7 +322,9 @@ class Supervisor:
                     failures[worker] = event
         if _is_run_over(dead, failures):
             cause = self._first_cause(failures)
-            if self._stop_request is not None:  # a signal to the whole process group
+            # A signal to the whole process group. The next `wait` raises it again: otherwise it
+            # would report the deaths that the signal has caused.
+            if self._stop_request is not None:
                 raise Interrupted(*self._stop_request)
             raise cause
 

@@ -49,13 +49,11 @@ def train_needs(
         is_on_cpu=is_on_cpu,
         is_fused=is_fused,
         is_checkpointed=spec.optimizer.activation_checkpointing,
+        transient_factor=HEAP_FACTOR if is_on_cpu else 1.0,
     )
     keys = f"{TOKENS_KEY}, train.activation_checkpointing=true"
     needs.append(MemoryNeed("activations", activations.kept, keys))
-    transient = activations.transient
-    if is_on_cpu:
-        transient = int(transient * HEAP_FACTOR)
-    needs.append(MemoryNeed("logits, transients", transient, TOKENS_KEY))
+    needs.append(MemoryNeed("logits, transients", activations.transient, TOKENS_KEY))
     return needs
 
 
