@@ -144,7 +144,8 @@ def test_micro_batch_formula_equals_measured_allocations(vocabulary, checkpointi
 
 
 def test_transients_of_layers_and_of_the_head_are_compared_as_they_are_counted():
-    """Where a layer needs more than the head, the estimate does not fall."""
+    """The estimate never falls with more tokens, although beyond some number a layer needs more
+    than the head."""
     size = model_size(QWEN, num_weights=0)
     how = {"dtype": "float32", "is_on_cpu": True, "is_fused": True, "is_checkpointed": False}
     totals = []

@@ -231,7 +231,7 @@ class Supervisor:
         self._fork_server = ForkServer()
         self._workers: list[Worker] = []
         self._stop_request: StopRequest | None = None  # `wait` raises Interrupted for it
-        self._is_stopping = False  # a signal or `interrupt` asked for it
+        self._is_stopping = False  # so that `interrupt` has no effect
         self.wait_for: Callable[[Sequence[Any], float | None], list[Any]] = wait
         """Waits until one of these objects is ready, for at most these seconds, and returns what is
         ready, as multiprocessing's `wait`. It may do other work meanwhile (`runtime.control`)."""
