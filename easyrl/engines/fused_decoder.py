@@ -6,8 +6,8 @@ the same result:
     q, k and v in one product, gate and up in one; norms' weights multiplied into the next product's
     weights; RMSNorm and RoPE in four operations
 
-Large products use oneDNN, with copies of the layers' weights in its blocked layout: for 4 to 64
-rows 1.1 to 2.3 times as fast as torch's own.
+Large products use oneDNN, with copies of the weights in its blocked layout: for 4 to 64 rows 1.1 to
+3 times as fast as torch's own.
 
 The model's own code is used where logits differ, then or with new weights, and where the first
 weights could hide that: if the model has parameters that are not used here, or weights that are all
@@ -36,8 +36,12 @@ from easyrl.model.mixers.recording import RecordingLayout
 from easyrl.model.policy import Policy
 
 TOLERANCE = 1e-4  # largest difference of logits, relative to the largest logit: rounding in float32
-ROW_STEP = 8  # rows of a product are padded: oneDNN keeps a kernel for each number of rows
+ROW_STEP = 2
+"""Rows of a product are padded to a multiple of this: oneDNN keeps a kernel of 0.6 MB for each
+number of rows and shape of weights. (Its tiles have 6 rows: with a step of 8, 9 rows took 1.5 times
+as long.)"""
 MAX_ROWS = 64  # of one product
+PLANNED_ROWS = 8  # for which oneDNN chooses the layout of weights
 SMALL = 130_000  # weights: for fewer, torch's own product is faster than a call of oneDNN
 CHECKED_TOKENS = 24  # of each row of the check, when the decoder is made
 RECHECKED_TOKENS = 2  # of each row of the check, with new weights
@@ -78,13 +82,20 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return nn.functional.linear(x, weight, bias)
     num_rows = len(x)
     num_missing = -num_rows % ROW_STEP
-    padded = nn.functional.pad(x, (0, 0, 0, num_missing))
+    if num_missing:
+        x = nn.functional.pad(x, (0, 0, 0, num_missing))
     products = []
-    for rows in torch.split(padded, MAX_ROWS):
+    for rows in torch.split(x, MAX_ROWS):
         product = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
         products.append(product)
-    joined = torch.cat(products)
+    joined = products[0] if len(products) == 1 else torch.cat(products)
     return joined[:num_rows]
+
+
+def _reordered(weight: Tensor) -> Tensor:
+    """Return a copy of a large weight [N, H] in oneDNN's layout."""
+    copy: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, PLANNED_ROWS)
+    return copy
 
 
 class _Product:
@@ -99,7 +110,7 @@ class _Product:
         if weight.numel() < SMALL:
             self.weight = weight.t().contiguous().t()
         else:
-            self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, ROW_STEP)
+            self.weight = _reordered(weight)
         self.bias: Tensor | None = None  # [N]
         biases: list[Tensor] = [layer.bias for layer in self._layers]
         if any(bias is not None for bias in biases):
@@ -259,6 +270,9 @@ class FusedDecoder:
         for layer in self._layers:
             use_cores()
             layer.copy_weights()
+        use_cores()
+        head_weight = self._head.weight
+        self._head_weight = head_weight if head_weight.numel() < SMALL else _reordered(head_weight)
         self._norm_weight = _scaled_weight(self._norm)
 
     def __call__(self, inputs: ModelInputs) -> Tensor:
@@ -270,7 +284,7 @@ class FusedDecoder:
             layer.update(hidden, cos, sin, inputs.layout)
         wanted = hidden[inputs.logits_at]  # [K, H]
         normalized = _normalized(wanted, self._eps) * self._norm_weight
-        logits = _product(normalized, self._head.weight, self._head.bias)
+        logits = _product(normalized, self._head_weight, self._head.bias)
         return self._ban(logits)
 
     @torch.inference_mode()
