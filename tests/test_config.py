@@ -26,6 +26,7 @@ from easyrl.config.devices import parse_device_set
 from easyrl.config.hints import INSTEAD, names_of_others
 from easyrl.config.schema import SECTIONS, keys_marked
 from easyrl.config.section import MAY_CHANGE
+from easyrl.data.presets import TRAINED
 from easyrl.runtime.placement import check_disjoint
 from easyrl.runtime.resolve import resolve
 
@@ -151,6 +152,8 @@ def test_generated_files_are_current():
     assert current, "python docs/settings.py > docs/settings.md"
     names = [ROOT / "easyrl" / "config" / "trl_and_verl.md", ROOT / "docs" / "trl_and_verl.md"]
     assert names[0].read_text() == names[1].read_text(), "one is a copy of the other"
+    for preset in TRAINED:
+        assert f"`{preset}`" in KEYS["data.dataset"].description
     devices = (ROOT / "docs" / "devices.md").read_text()
     assert "\n".join(performance_model.tables()) in devices, performance_model.__doc__
 

@@ -47,9 +47,9 @@ class DataConfig(Section):
     dataset: NamesFiles[Annotated[str | list[str], EACH_ONCE]] = Field(
         default="arithmetic", min_length=1
     )
-    """A preset (`arithmetic`, `countdown`, `gsm8k`, `math`), a .jsonl, .csv or .parquet file, a
-    folder of such or of `save_to_disk`, a hub id (`owner/name:subset:split`), a task of a library
-    (`reasoning_gym:NAME`); a list is mixed."""
+    """A preset (`arithmetic`, `countdown`, `countdown-small`, `picture-sums`, `guess`, `gsm8k`,
+    `math`), a .jsonl, .csv or .parquet file, a folder of such or of `save_to_disk`, a hub id
+    (`owner/name:subset:split`), a task of a library (`reasoning_gym:NAME`); a list is mixed."""
     options: PromptForm[dict[str, Any]] = Field(default_factory=dict)
     """Settings of a task of reasoning_gym, as in {max_digits: 2}; of several data sets by the names
     of the tasks: {chain_sum: {max_digits: 2}}."""
