@@ -395,11 +395,26 @@ def test_fused_operations_serve_llamas_kind_where_the_first_weights_hide_nothing
     assert is_fused(engine)
     moved = policy.model.model.layers[1].self_attn.v_proj.weight
     moved.data = moved.data * 2  # no longer a part of the tensor of q, k and v
+    head = policy.model.lm_head.weight
+    head.data = head.data * 2
     engine.load_weights([])
     assert is_fused(engine)
     policy.model.model.layers[1].self_attn.q_norm.register_forward_hook(lambda *a: 2 * a[2])
     engine.load_weights(pieces_of(policy.weights()))  # each new set is checked
     assert not is_fused(engine)
+
+
+def test_products_of_any_number_of_rows_are_torchs(monkeypatch):
+    monkeypatch.setattr(fused_decoder, "SMALL", 0)
+    weight = torch.randn(96, 48)
+    reordered = fused_decoder._reordered(weight)
+    bias = torch.randn(96)
+    for num_rows in (*range(68), 128, 130, 200):
+        x = torch.randn(num_rows, 48)
+        got = fused_decoder._product(x, reordered, bias)
+        torch.testing.assert_close(got, torch.nn.functional.linear(x, weight, bias))
+    used = {fused_decoder._padded_rows(number) for number in range(1, 65)}
+    assert sorted(used) == [2, 4, 6, 12, 18, 24, 30, 36, 42, 48, 54, 60, 64]
 
 
 def make_hybrid(name="qwen3_5_text", spread=0.2, **changes):

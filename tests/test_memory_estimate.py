@@ -230,6 +230,26 @@ def test_estimated_cache_covers_the_allocated_one(family, tmp_path):
         assert 0.9 < engine.cache.states.num_bytes / estimate["states"] <= 1.0
 
 
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_the_copies_for_decoding_are_of_the_layers_and_the_head(is_tied, tmp_path):
+    model = tiny_model("qwen3", tie_word_embeddings=is_tied)
+    model.save_pretrained(tmp_path)
+    shutil.copy(Path(resolve_model("tiny")) / "tokenizer.json", tmp_path)
+    copied = [*model.model.layers.parameters(), model.lm_head.weight]
+    num_weights = sum(weight.numel() for weight in copied)
+    assert of("rollout", f"model.path={tmp_path}")["weights for decoding"] == 4 * num_weights
+
+
+def test_whether_weights_are_tied_is_read_as_the_model_does():
+    text = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "vocab_size": 9}
+    for whole, part in ((True, False), (False, True)):
+        named = {"tie_word_embeddings": whole}
+        both = {**named, "text_config": {**text, "tie_word_embeddings": part}}
+        assert model_size(both, 1).is_tied is whole
+        assert model_size({**text, **named}, 1).is_tied is whole
+        assert model_size({"text_config": {**text, **named}}, 1).is_tied is whole
+
+
 @pytest.mark.parametrize("total", [2**25, 2**40])
 def test_the_kv_cache_of_vllm_is_the_one_that_it_is_given(total, monkeypatch):
     """On a shared device at most what it can use; on one of its own all that is left."""

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from easyrl.engines import padded
 from easyrl.layout.tree import TokenTree
 from easyrl.model.inputs import ModelInputs
 from easyrl.model.mixers.interface import LayerSettings, Layout
@@ -36,12 +37,9 @@ from easyrl.model.mixers.recording import RecordingLayout
 from easyrl.model.policy import Policy
 
 TOLERANCE = 1e-4  # largest difference of logits, relative to the largest logit: rounding in float32
-ROW_STEP = 2
-"""Rows of a product are padded to a multiple of this: oneDNN keeps a kernel of 0.6 MB for each
-number of rows and shape of weights. (Its tiles have 6 rows: with a step of 8, 9 rows took 1.5 times
-as long.)"""
 MAX_ROWS = 64  # of one product
-PLANNED_ROWS = 8  # for which oneDNN chooses the layout of weights
+TILE_ROWS = 6  # that oneDNN computes at a time with AVX2
+PLANNED_ROWS = 8  # number of rows for which oneDNN chooses the layout of weights
 SMALL = 130_000  # weights: for fewer, torch's own product is faster than a call of oneDNN
 CHECKED_TOKENS = 24  # of each row of the check, when the decoder is made
 RECHECKED_TOKENS = 2  # of each row of the check, with new weights
@@ -80,16 +78,22 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [T, H] -> x Wᵀ + b [T, N]. Large weights are in oneDNN's layout."""
     if weight.numel() < SMALL:
         return nn.functional.linear(x, weight, bias)
-    num_rows = len(x)
-    num_missing = -num_rows % ROW_STEP
-    if num_missing:
-        x = nn.functional.pad(x, (0, 0, 0, num_missing))
     products = []
     for rows in torch.split(x, MAX_ROWS):
-        product = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
-        products.append(product)
-    joined = products[0] if len(products) == 1 else torch.cat(products)
-    return joined[:num_rows]
+        num_rows = len(rows)
+        num_missing = _padded_rows(num_rows) - num_rows
+        block = nn.functional.pad(rows, (0, 0, 0, num_missing)) if num_missing else rows
+        product = torch.ops.mkldnn._linear_pointwise(block, weight, bias, "none", [], "")
+        products.append(product[:num_rows])
+    return products[0] if len(products) == 1 else torch.cat(products)
+
+
+def _padded_rows(num_rows: int) -> int:
+    """Return with how many rows a product of up to MAX_ROWS is computed. oneDNN keeps a kernel of
+    0.6 MB for each of these numbers, shape of weights and number of threads, so they are few."""
+    if num_rows <= 4:
+        return padded(num_rows, 2)
+    return min(MAX_ROWS, padded(num_rows, TILE_ROWS))
 
 
 def _reordered(weight: Tensor) -> Tensor:
@@ -271,8 +275,9 @@ class FusedDecoder:
             use_cores()
             layer.copy_weights()
         use_cores()
-        head_weight = self._head.weight
-        self._head_weight = head_weight if head_weight.numel() < SMALL else _reordered(head_weight)
+        self._head_weight = self._head.weight  # which frees the earlier copy
+        if self._head_weight.numel() >= SMALL:
+            self._head_weight = _reordered(self._head_weight)
         self._norm_weight = _scaled_weight(self._norm)
 
     def __call__(self, inputs: ModelInputs) -> Tensor:

@@ -228,6 +228,8 @@ def model_size(
     stored_dtype = str(model_config.get("dtype") or model_config.get("torch_dtype") or "float32")
     config = model_config.get("text_config") or model_config
     config = {key: value for key, value in config.items() if value is not None}
+    # What a multimodal model's own config says holds, not what that of its text model does.
+    is_tied = model_config.get("tie_word_embeddings", config.get("tie_word_embeddings", False))
     try:
         num_layers = count_layers(config)
         width = config["hidden_size"]
@@ -250,7 +252,7 @@ def model_size(
         num_key_value_heads=config.get("num_key_value_heads", num_heads),
         head_size=head_size,
         vocabulary_size=vocabulary_size,
-        is_tied=config.get("tie_word_embeddings", False),
+        is_tied=is_tied,
         is_batched=unsupported_layer(layer_types) is None,
         num_weights=num_weights,
         num_trained=num_trained,
