@@ -81,16 +81,26 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     products = []
     for rows in torch.split(x, MAX_ROWS):
         num_rows = len(rows)
-        num_missing = _padded_rows(num_rows) - num_rows
-        block = nn.functional.pad(rows, (0, 0, 0, num_missing)) if num_missing else rows
+        block = _with_padding(rows)
         product = torch.ops.mkldnn._linear_pointwise(block, weight, bias, "none", [], "")
         products.append(product[:num_rows])
-    return products[0] if len(products) == 1 else torch.cat(products)
+    if len(products) == 1:
+        return products[0]
+    return torch.cat(products)
+
+
+def _with_padding(rows: Tensor) -> Tensor:
+    num_rows = len(rows)
+    num_missing = _padded_rows(num_rows) - num_rows
+    if num_missing == 0:
+        return rows
+    return nn.functional.pad(rows, (0, 0, 0, num_missing))
 
 
 def _padded_rows(num_rows: int) -> int:
-    """Return with how many rows a product of up to MAX_ROWS is computed. oneDNN keeps a kernel of
-    0.6 MB for each of these numbers, shape of weights and number of threads, so they are few."""
+    """Return the number of rows, up to MAX_ROWS, with which a product of so many is computed. There
+    are few such numbers: oneDNN keeps a kernel of 0.6 MB for each number of rows, shape of weights
+    and number of threads."""
     if num_rows <= 4:
         return padded(num_rows, 2)
     return min(MAX_ROWS, padded(num_rows, TILE_ROWS))
