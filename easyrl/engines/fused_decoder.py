@@ -78,7 +78,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [T, H] -> x Wᵀ + b [T, N]. Large weights are in oneDNN's layout."""
     if weight.numel() < SMALL:
         return nn.functional.linear(x, weight, bias)
-    products = []
+    products = list[Tensor]()
     for rows in torch.split(x, MAX_ROWS):
         num_rows = len(rows)
         block = _with_padding(rows)
