@@ -2,10 +2,12 @@
 
 from easyrl.config import KEYS, SECTIONS, on_one_line, yaml_value
 from easyrl.config.section import MAY_CHANGE
+from easyrl.config.values import allowed_values
 
 
 def settings_markdown() -> str:
-    """Return a table of keys, defaults and meanings for each section."""
+    """Return a table of keys, values, defaults and meanings for each section."""
+    allowed = allowed_values()
     lines = [
         "# Settings\n\nEvery key of a run. Set one as `section.key=value` on the command line, or",
         "in a YAML file given with `--config`; `easyrl config` prints such a file with every key.",
@@ -13,13 +15,16 @@ def settings_markdown() -> str:
     ]
     for name, section in SECTIONS.items():
         lines += ["", f"## {name}", "", on_one_line(section.__doc__), ""]
-        lines += ["| key | default | meaning |", "| --- | --- | --- |"]
+        lines += ["| key | values | default | meaning |", "| --- | --- | --- | --- |"]
         for key, field in section.model_fields.items():
-            if f"{name}.{key}" in KEYS:
+            full_name = f"{name}.{key}"
+            if full_name in KEYS:
                 default = yaml_value(field.get_default(call_default_factory=True))
                 meaning = on_one_line(field.description).replace("|", "\\|")
                 star = "*" if MAY_CHANGE in field.metadata else ""
-                lines.append(f"| `{name}.{key}`{star} | `{default}` | {meaning} |")
+                lines.append(
+                    f"| `{full_name}`{star} | {allowed[full_name]} | `{default}` | {meaning} |"
+                )
     return "\n".join(lines)
 
 

@@ -163,4 +163,5 @@ def test_config_prints_the_settings_that_are_named_or_found(words, shown):
     assert "train.warmup_iterations" in run_easyrl("config", "--search", "warmup_ratio").output
     result = run_easyrl("config", *words)
     assert (result.exit_code, yaml.safe_load(result.stdout)) == (0, shown)
-    assert "# Default: " in result.stdout
+    assert "# Values: " in result.stdout and "# Default: " in result.stdout
+    assert "# Values: " not in run_easyrl("config").stdout

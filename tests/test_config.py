@@ -26,6 +26,7 @@ from easyrl.config.devices import parse_device_set
 from easyrl.config.hints import INSTEAD, names_of_others
 from easyrl.config.schema import SECTIONS, keys_marked
 from easyrl.config.section import MAY_CHANGE
+from easyrl.config.values import allowed_values
 from easyrl.data.presets import TRAINED
 from easyrl.runtime.placement import check_disjoint
 from easyrl.runtime.resolve import resolve
@@ -141,6 +142,30 @@ def test_each_mark_of_a_field_is_found():
             for part in get_args(annotation):
                 assert "Mark." not in str(get_args(part)), f"{section.__name__}.{name}"
     assert "train.iterations" in keys_marked(MAY_CHANGE)
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "refused"),
+    [
+        ("train.iterations", "integer ≥ 1", "0"),
+        ("rollout.top_p", "number > 0 and ≤ 1", "0"),
+        ("algorithm.epsilon", "number > 0 and < 1", "1.0"),
+        ("runtime.seed", "integer ≥ 0 and < 9223372036854775808", "9223372036854775808"),
+        ("reward.memory_limit_gib", "number ≥ 0.25 or null", "0.2"),
+        ("model.dtype", "float32 or bfloat16", "float16"),
+        ("train.reshard", "auto, true or false", "2"),
+        ("reward.model_device", "cpu or integer ≥ 0", "gpu"),
+        ("data.weights", "list of numbers > 0 or null", "[0]"),
+        ("reward.judge.range", "[number, number]", "[0]"),
+        ("output.log_to", "list of tensorboard, wandb or trackio", "mlflow"),
+        ("data.columns", "mapping or list of mappings", "answer"),
+        ("rollout.stop", "list of texts", "{}"),
+    ],
+)
+def test_the_values_that_a_key_takes_in_words(key, values, refused):
+    allowed = allowed_values()
+    assert allowed.keys() == KEYS.keys() and allowed[key] == values
+    assert key in error_of(f"{key}={refused}")
 
 
 def test_generated_files_are_current():

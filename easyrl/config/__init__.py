@@ -7,7 +7,7 @@
     section files, schema   the settings, and what holds between them
     reading                 YAML and words to a config
     problems, hints         what is wrong with a setting, and what may be meant
-    printing                a config to YAML, and to arguments
+    printing, values        a config to YAML, and to arguments; which values a key takes
     spec                    the parts of a resolved run, which the rest of the program gets
 
 A `Config` is checked when it is made. The docstrings of the keys are the comments that

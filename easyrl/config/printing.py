@@ -3,13 +3,14 @@
 import json
 import re
 import textwrap
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
 import yaml
 
 from easyrl.config.schema import KEYS, OPTIONS, SECTIONS, Config
+from easyrl.config.values import allowed_values
 
 MAX_COLUMNS = 96  # of a comment, with its indentation
 BARE_NAME = re.compile(r"[A-Za-z_~/.][\w~/.:@+-]*", re.ASCII)
@@ -22,12 +23,14 @@ def to_commented_yaml(
     """Print the config as YAML with comments.
 
     `only_changes`: print only keys whose value is not the default. `only`: print only these keys
-    and sections. With either, a comment gives the default.
+    and sections, with a comment that gives the allowed values. With either, a comment gives the
+    default.
     """
     shown = _changed_keys(config, Config()) if only_changes else list(KEYS)
     if only:
         shown = [key for key in shown if _is_in(key, only)]
     has_defaults = only_changes or bool(only)
+    allowed = allowed_values() if only else {}
     text = ""
     for name, section in SECTIONS.items():
         if not any(_is_in(key, [name]) for key in shown):
@@ -40,7 +43,12 @@ def to_commented_yaml(
         text += f"{indent}{last_part}:\n"
         for key in shown:
             if key.rpartition(".")[0] == name:
-                text += _setting(key, config, f"{indent}  ", has_default=has_defaults)
+                facts = []
+                if key in allowed:
+                    facts.append(f"Values: {allowed[key]}")
+                if has_defaults:
+                    facts.append(f"Default: {yaml_value(attrgetter(key)(Config()))}")
+                text += _setting(key, config, facts, f"{indent}  ")
     return text
 
 
@@ -49,15 +57,13 @@ def _is_in(key: str, names: Iterable[str]) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
-def _setting(key: str, config: Config, indent: str, *, has_default: bool) -> str:
-    """Print a key with its value, behind a comment with its meaning."""
-    value_of = attrgetter(key)
+def _setting(key: str, config: Config, facts: Sequence[str], indent: str) -> str:
+    """Print a key with its value, behind a comment with its meaning and these facts."""
     text = _comment(KEYS[key].description, indent)
-    if has_default:
-        default = yaml_value(value_of(Config()))
-        text += _comment(f"Default: {default}", indent)
+    for fact in facts:
+        text += _comment(fact, indent)
     last_part = key.rpartition(".")[2]
-    value = yaml_value(value_of(config))
+    value = yaml_value(attrgetter(key)(config))
     return f"{text}{indent}{last_part}: {value}\n"
 
 
