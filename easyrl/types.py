@@ -96,7 +96,7 @@ class BrokenInvariant(RuntimeError):
     """An invariant (docs/design.md) does not hold: the run ends, and nothing is retried."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Picture:
     """An image file that a prompt shows."""
 

@@ -238,6 +238,7 @@ def test_the_copies_for_decoding_are_of_the_layers_and_the_head(is_tied, tmp_pat
     copied = [*model.model.layers.parameters(), model.lm_head.weight]
     num_weights = sum(weight.numel() for weight in copied)
     assert of("rollout", f"model.path={tmp_path}")["weights for decoding"] == 4 * num_weights
+    assert "weights for decoding" not in of("rollout", "model.path=tiny-hybrid")
 
 
 def test_whether_weights_are_tied_is_read_as_the_model_does():

@@ -11,11 +11,18 @@ import openai
 import pytest
 from PIL import Image
 
-from agent_worker import Worker, chat
+from agent_worker import Worker, asked, chat, said
 from easyrl.agents.program import fill_in
-from easyrl.agents.protocols.base import read_conversation
+from easyrl.agents.protocols import base
+from easyrl.agents.protocols.base import PictureReader, read_conversation
 from easyrl.config import Config, ConfigError
-from easyrl.data.pictures import PictureError, data_address, read_picture, size_of
+from easyrl.data.pictures import (
+    PictureError,
+    data_address,
+    open_picture,
+    read_picture,
+    size_of,
+)
 from easyrl.engines.shown import NUM_IDS, ShownPictures
 from easyrl.environments.host import EnvironmentHost
 from easyrl.environments.pictures import EpisodePictures, ShownFiles, with_addresses
@@ -185,16 +192,16 @@ def request_of(url):
 
 def test_requests_name_pictures_by_their_files(files):
     given = request_of(data_address(files[0]))
-    messages, pictures = read_conversation(given, takes_pictures=True)
+    messages, pictures = read_conversation(given, reader=PictureReader())
     assert messages[0]["content"][1] == picture_part(files[0])
     assert pictures == {files[0].digest: files[0]}
-    again = read_conversation(messages, takes_pictures=True, known=pictures)
+    again = read_conversation(messages, reader=PictureReader(), known=pictures)
     assert again == (messages, pictures)
     with pytest.raises(ValueError, match=r"message 0: .*data:image"):
-        read_conversation(messages, takes_pictures=True)  # a digest that is not known
+        read_conversation(messages, reader=PictureReader())  # a digest that is not known
     prompt = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}]
     sent = with_addresses(prompt, [files[1]])
-    assert read_conversation(sent, takes_pictures=True).pictures == {files[1].digest: files[1]}
+    assert read_conversation(sent, reader=PictureReader()).pictures == {files[1].digest: files[1]}
 
 
 def test_a_command_gets_the_addresses_of_pictures(files):
@@ -216,10 +223,10 @@ def test_a_command_gets_the_addresses_of_pictures(files):
 )
 def test_what_is_no_picture_in_a_request_is_refused(url, reason):
     with pytest.raises(ValueError, match=f"message 0: .*{reason}"):
-        read_conversation(request_of(url), takes_pictures=True)
+        read_conversation(request_of(url), reader=PictureReader())
     answer = [{**request_of(url)[0], "role": "assistant"}, {"role": "user", "content": "?"}]
     with pytest.raises(ValueError, match="in an answer"):
-        read_conversation(answer, takes_pictures=True)
+        read_conversation(answer, reader=PictureReader())
 
 
 ENDS_WITH_THE_CONTENT = (
@@ -263,6 +270,49 @@ def test_a_request_that_cannot_be_shown_names_the_key_and_none_stays_known(tmp_p
     assert len(refused) == len(expected)
     for text, key in zip(refused, expected, strict=True):
         assert key in text
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """Digests of the pictures that requests have had opened."""
+    digests = []
+
+    def open_counted(picture):
+        digests.append(picture.digest)
+        return open_picture(picture)
+
+    monkeypatch.setattr(base, "open_picture", open_counted)
+    return digests
+
+
+def test_a_picture_that_every_turn_shows_again_is_opened_once(opened, files):
+    def solve(client):
+        messages = []
+        for file in files[:2]:
+            messages += request_of(data_address(file))
+            for _ in range(2):
+                answer = chat(client, messages, max_tokens=2)
+                messages += [said(answer), asked("?")]
+        return 1.0
+
+    with closing(Worker("tiny-vision", "rollout.takes_pictures=true", length=200)) as worker:
+        worker.run(solve)
+    assert opened == [file.digest for file in files[:2]]
+
+
+def test_a_picture_is_stored_once_and_only_while_it_is_held(opened, files):
+    reader = PictureReader()
+    address = data_address(files[0])
+    picture = reader.read(address)
+    assert reader.read(address) is picture
+    assert len(opened) == 1
+    del picture
+    assert reader.read(address) == files[0]
+    assert len(opened) == 2
+    damaged = Picture(files[0].data[:-40])
+    for _ in range(2):
+        with pytest.raises(PictureError, match="damaged"):
+            reader.read(data_address(damaged))
 
 
 # -- whole runs ------------------------------------------------------------------------------------

@@ -98,8 +98,9 @@ def embedded_needs(model: ModelSize, load: EngineLoad) -> list[MemoryNeed]:
         needs.append(MemoryNeed("states", states, CACHE_KEYS, is_certain=True))
     if load.has_graphs:
         needs.append(MemoryNeed("CUDA graphs", step, GROUPS_KEY))
-    has_fused_decoder = model.is_batched and load.is_on_cpu and load.dtype == "float32"
-    if has_fused_decoder:  # if the model can have one: it keeps a copy of the weights in its layout
+    is_plain_float32 = load.is_on_cpu and load.dtype == "float32"
+    may_have_fused_decoder = is_plain_float32 and model.is_batched and not model.state_elements
+    if may_have_fused_decoder:  # it keeps a copy of the weights in its own layout
         head_weights = model.vocabulary_size * model.width
         copied = FLOAT_BYTES * (model.layer_weights + head_weights)
         needs.append(MemoryNeed("weights for decoding", copied))

@@ -10,6 +10,7 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
+from weakref import WeakValueDictionary
 
 from easyrl.data.chat import has_picture, read_messages
 from easyrl.data.pictures import PictureError, open_picture, read_data_address
@@ -258,6 +259,31 @@ def _check_id(name: str, given: Any) -> None:
         raise ValueError(f"{name}: expected a text, got {given!r:.80}")
 
 
+class PictureReader:
+    """Reads pictures of requests. Clients send all that a conversation has shown again in every
+    turn: one that a request or an episode still holds is neither opened nor stored again."""
+
+    def __init__(self) -> None:
+        self._held: WeakValueDictionary[str, Picture] = WeakValueDictionary()  # by digest
+
+    def read(self, address: Any) -> Picture:
+        """Return the picture of a `data:` address, which can be opened. Raises PictureError. Files
+        and addresses on the web are not opened for an agent."""
+        if not isinstance(address, str) or not address.startswith("data:"):
+            raise PictureError(
+                "expected a picture as data:image/png;base64,… in the request, because none is "
+                f"downloaded, got {address!r:.80}"
+            )
+        picture = read_data_address(address)
+        digest = picture.digest
+        held = self._held.get(digest)
+        if held is not None:
+            return held
+        open_picture(picture)
+        self._held[digest] = picture
+        return picture
+
+
 class Conversation(NamedTuple):
     """Messages of a request, and the pictures that they show."""
 
@@ -269,12 +295,13 @@ def read_conversation(
     given: Any,
     field_name: str = "messages",
     *,
-    takes_pictures: bool = False,
+    reader: PictureReader | None = None,
     known: Mapping[str, Picture] = MappingProxyType({}),
 ) -> Conversation:
-    """Read chat messages. `takes_pictures`: they may show pictures, as `data:` addresses or, of an
-    earlier request, by their digests (`known`). Raises ValueError for others, if the last one is an
-    answer, and for a tool's result whose call is in no message before it."""
+    """Read chat messages. `reader`: of their pictures, which are `data:` addresses or, of an
+    earlier request, digests (`known`); None: they may show none. Raises ValueError for others, if
+    the last one is an answer, and for a tool's result whose call is in no message before it."""
+    takes_pictures = reader is not None
     prepared: list[Any] = []
     for number, message in enumerate(check_list(field_name, given)):
         if isinstance(message, dict):
@@ -291,8 +318,9 @@ def read_conversation(
     pictures: dict[str, Picture] = {}
     for number, message in enumerate(messages):
         if has_picture(message["content"]):
+            assert reader is not None, "pictures were refused"
             name = f"{field_name}: message {number}"
-            message["content"] = _name_pictures(name, message["content"], known, pictures)
+            message["content"] = _name_pictures(name, message["content"], reader, known, pictures)
     names: dict[Any, str] = {}  # of functions, by the ids of their calls
     waiting: list[str] = []  # names of the newest calls that have no result yet
     for number, message in enumerate(messages):
@@ -340,7 +368,11 @@ def _check_pictures(name: str, message: dict[str, Any], *, takes_pictures: bool)
 
 
 def _name_pictures(
-    name: str, content: Any, known: Mapping[str, Picture], pictures: dict[str, Picture]
+    name: str,
+    content: Any,
+    reader: PictureReader,
+    known: Mapping[str, Picture],
+    pictures: dict[str, Picture],
 ) -> list[dict[str, Any]]:
     """Return the parts of a content with digests in the places of pictures, which are added to
     `pictures`. Raises ValueError for a part that has no picture."""
@@ -354,22 +386,9 @@ def _name_pictures(
             if isinstance(digest, str) and digest in known:
                 picture = known[digest]
             else:
-                picture = _read_picture(part.get("url"))
+                picture = reader.read(part.get("url"))
         except PictureError as error:
             raise ValueError(f"{name}: {error}") from None
         pictures[picture.digest] = picture
         parts.append(picture_part(picture))
     return parts
-
-
-def _read_picture(address: Any) -> Picture:
-    """Return the picture of a `data:` address, which can be opened. Raises PictureError. Files and
-    addresses on the web are not opened for an agent."""
-    if not isinstance(address, str) or not address.startswith("data:"):
-        raise PictureError(
-            "expected a picture as data:image/png;base64,… in the request, because none is "
-            f"downloaded, got {address!r:.80}"
-        )
-    picture = read_data_address(address)
-    open_picture(picture)
-    return picture

@@ -56,7 +56,8 @@ class ChatCompletions(Protocol):
         reads_calls = _read_tool_choice(body.get("tool_choice"), tools, notes)
         check_mapping("stream_options", body.get("stream_options"))
         conversation = read_conversation(
-            body.get("messages"), takes_pictures=self._rules.takes_pictures
+            body.get("messages"),
+            reader=self._rules.picture_reader,
         )
         return Request(
             key,

@@ -4,7 +4,7 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from easyrl.agents.protocols.base import ApiError, check_mapping, check_schema
+from easyrl.agents.protocols.base import ApiError, PictureReader, check_mapping, check_schema
 from easyrl.config.rollout import SamplingChoice
 from easyrl.config.spec import EpisodeSpec
 
@@ -76,7 +76,7 @@ class FieldRules:
     def __init__(self, spec: EpisodeSpec, of_engine: SamplingChoice) -> None:
         """`of_engine`: its sampling; requests may also name that of training."""
         self._replaces_sampling = spec.ignores_sampling
-        self.takes_pictures = spec.shows_pictures
+        self.picture_reader = PictureReader() if spec.shows_pictures else None
         stop = list(spec.stop)
         one_stop = [stop, *stop] if len(stop) == 1 else [stop]  # it may be given without a list
         self._template_variables = dict(spec.chat_template_kwargs)

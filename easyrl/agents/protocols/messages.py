@@ -70,7 +70,7 @@ class AnthropicMessages(Protocol):
         elif not self._counts_only:
             raise ValueError("max_tokens: expected a whole number from 1, got none")
         check_mapping("thinking", body.get("thinking"))
-        conversation = read_conversation(messages, takes_pictures=self._rules.takes_pictures)
+        conversation = read_conversation(messages, reader=self._rules.picture_reader)
         return Request(
             key,
             conversation.messages,

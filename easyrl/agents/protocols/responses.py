@@ -84,7 +84,7 @@ class Responses(Protocol):
         conversation = read_conversation(
             messages,
             "input",
-            takes_pictures=self._rules.takes_pictures,
+            reader=self._rules.picture_reader,
             known=earlier.pictures,
         )
         return Request(
