@@ -3,12 +3,14 @@ r"""Write the numbers and the ends of mathematical answers in one form.
     12\,345   12{,}345   12 345   12,\!345      ─►  12345
     \boxed{5.}   $5.$   \(5. \)   5。           ─►  the same without the full stop
     **1/2**                                     ─►  1/2
+    3 1/2   3\,1/2   3\frac{1}{2}   3½           ─►  7/2
 
 `math` and `gsm8k` pass what the model has written and the row's answer through `in_one_form`. So a
 verdict does not depend on how a number is typeset.
 """
 
 import re
+import unicodedata
 
 UNICODE_SPACES = "\u00a0\u2000-\u200a\u202f\u205f\u3000"  # for a character class
 INVISIBLE = re.compile("[\u00ad\u200b-\u200d\u2060\ufeff]")
@@ -50,6 +52,21 @@ SEPARATOR = re.compile(GROUP_SEPARATOR, re.VERBOSE)
 DECIMALS = re.compile(
     rf"(?<=\d\.)\d{{3}}(?:{THIN_SPACE}\d{{1,3}}(?!\d))++(?!/)", re.VERBOSE
 )  # 0.123\,4
+ONE_CHARACTER_FRACTION = re.compile("[\u00bc-\u00be\u2150-\u215e\u2189]")  # ½
+PLAIN_FRACTION = r"(?P<numerator>\d{1,3})/(?P<denominator>\d{1,3}|1000)"
+LATEX_FRACTION = r"""\\[dt]?frac[ ]*
+    (?:\{(?P<latex_numerator>\d{1,3})\}|(?P<one_digit>\d))[ ]*
+    (?:\{(?P<latex_denominator>\d{1,3})\}|(?P<other_digit>\d))"""
+MIXED_NUMBER = re.compile(
+    rf"""
+    (?<![\w.,:/^'\u2019)}}])(?<!\d[ ])  # no part of another number, or of a list
+    (?P<whole>\d{{1,3}}(?:,\d{{3}})+|\d+)
+    (?:(?:[ ]|{ONE_SPACE}){{1,2}}{PLAIN_FRACTION}|(?:[ ]|{ONE_SPACE}){{0,2}}{LATEX_FRACTION})
+    (?![\w/^{{]|[.,]\d|[ ]?!)
+    """,
+    re.VERBOSE,
+)
+"""`3 1/2`. math-verify takes the plain form for (3 + 1)/2."""
 SPACE_BETWEEN_DIGITS = re.compile(rf"(?<=[\d,])\s?(?:{SPACING_COMMAND})\s?(?=\d)")
 EMPTY_TEXT = re.compile(r"\\(?:text(?:bf|it|rm)?|mbox|math(?:bf|it|rm))\{[\s.]*\}")
 STOP = r"[,，;；。．｡]|(?<!\.)\\?\.(?!\.)|\{\.\}"
@@ -76,6 +93,8 @@ def in_one_form(text: str) -> str:
     text = EMPTY_TEXT.sub(" ", text)
     text = THOUSANDS.sub(_joined, text)
     text = DECIMALS.sub(_joined, text)
+    text = ONE_CHARACTER_FRACTION.sub(_with_slash, text)
+    text = MIXED_NUMBER.sub(_improper_fraction, text)
     text = re.sub(f"[{UNICODE_SPACES}]", " ", text)
     text = re.sub(r"(?<=[\w)}])~(?=\\)", " ", text)  # `5~\text{cm}`
     text = DOLLARS.sub(_without_ending, text)
@@ -90,6 +109,23 @@ def spaces_between_digits(text: str) -> str:
 def _joined(number: re.Match[str]) -> str:
     digits = SEPARATOR.sub("", number[0])
     return number[0] if "," in digits else digits  # commas and spaces: a list of such numbers
+
+
+def _with_slash(fraction: re.Match[str]) -> str:
+    """½ -> 1/2, with a space before it: it may be part of a mixed number."""
+    numerator, _, denominator = unicodedata.normalize("NFKC", fraction[0]).partition("\u2044")
+    return f" {numerator}/{denominator}"
+
+
+def _improper_fraction(number: re.Match[str]) -> str:
+    """3 1/2 -> 7/2"""
+    parts = number.groupdict()
+    whole = int(parts["whole"].replace(",", ""))
+    numerator = int(parts["numerator"] or parts["latex_numerator"] or parts["one_digit"])
+    denominator = int(parts["denominator"] or parts["latex_denominator"] or parts["other_digit"])
+    if numerator >= denominator:  # no mixed number
+        return number[0]
+    return f"{whole * denominator + numerator}/{denominator}"
 
 
 def _without_ending(formula: re.Match[str]) -> str:
