@@ -65,6 +65,14 @@ GSM8K = [
     # boxes: one number, and no part of an expression
     (GSM8K_ROW + "18", r"\boxed{\frac{36}{2}}", 1),
     (GSM8K_ROW + "10", r"\boxed{2^{10}}", 0),
+    *((GSM8K_ROW + "18", text, 1) for text in (
+        r"\boxed{18 \text{ ft}^2}", r"\boxed{18\,\text{cm}^2}", r"\boxed{18\ \mathrm{m}^{3}}",
+        "#### 18 ft^2", "#### 18 m²", r"\boxed{18 \text{ inches}^3}", r"\boxed{\approx 18}",
+        "#### ≈ 18", r"\boxed{+18}", r"\boxed{\large 18}", r"\boxed{\displaystyle 18}",
+    )),
+    *((GSM8K_ROW + "18", text, 0) for text in (
+        r"\boxed{18^2}", "#### 18x^2", r"\boxed{18 + 2}", r"\boxed{18 m^2 + 3}", "#### 2 m^18",
+    )),
     (GSM8K_ROW + "5", "#### 5-3", 0), (GSM8K_ROW + "18", "#### 18 dollars in 2 days", 1),
     *((GSM8K_ROW + "18", f"#### 18 {text}", 1) for text in (
         "days, 8 in April and 10 in May", "eggs for 2 to 3 weeks", "dollars, or $126 per week",

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
+from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
@@ -508,7 +509,11 @@ def test_agents_that_cannot_run_are_refused_before_anything_is_loaded(tmp_path):
             Agent(resolve(load_config(None, {"rollout.agent": agent})).episodes)
     with pytest.raises(ConfigError, match=r"rollout\.environment"):
         load_config(None, {"rollout.agent": "own.py:solve", "rollout.environment": "guess"})
-    assert fill_in(["{a}", "-n={n}", "{{}}"], {"a": "b; c", "n": 1}) == ["b; c", "-n=1", "{}"]
+    row = {"a": "b; c", "n": 1, "price": Decimal("1.50"), "numbers": np.arange(2), "file": b"a"}
+    words = ["{a}", "-n={n}", "{{}}", "{price}", "{numbers}"]
+    assert fill_in(words, row) == ["b; c", "-n=1", "{}", "1.50", "[0, 1]"]
+    with pytest.raises(ConfigError, match=r"rollout\.agent.*column 'file'.*b'a'"):
+        fill_in(["{file}"], row)
     code, out, err = finish(*GUESS, "--agent", f"{PYTHON} {{secrets}}", "--dry-run")
     assert code == 2 and "rollout.agent" in out + err and "secret" in out + err
 

@@ -7,9 +7,12 @@ from contextlib import ExitStack, closing
 from subprocess import PIPE
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from easyrl.config import ConfigError, load_config
 from easyrl.data.datasets import open_prompts
+from easyrl.environments.base import num_common
 from easyrl.environments.conversation import Conversations
 from easyrl.environments.host import Acted
 from easyrl.environments.host_pool import CallFailed, HostLost
@@ -408,3 +411,15 @@ def test_templates_that_cannot_continue_are_refused(template, word):
     with pytest.raises(ConfigError) as raised:
         conversations(template)
     assert word in str(raised.value)
+
+
+@given(st.lists(st.integers(0, 2)), st.lists(st.integers(0, 2)), st.lists(st.integers(0, 2)))
+def test_the_longest_common_prefix_is_that_of_a_comparison_token_by_token(begin, one, other):
+    one = begin + one
+    other = begin + other
+    expected = 0
+    for mine, theirs in zip(one, other, strict=False):
+        if mine != theirs:
+            break
+        expected += 1
+    assert num_common(one, other) == num_common(other, one) == expected

@@ -90,6 +90,25 @@ def test_templates_fields_lists_and_samples(tmp_path):
         assert "expected 2" in scored(rewards, ["a", "b"])[1][0]
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        'It wrote \\boxed{4}, which is right.\n{"score": 4}',
+        '{"score": 4}\nThe set {1, 2} was right.',
+        '{"reason": "uses \\(x^2\\), \\frac12 and \\underline{x}", "score": 4}',
+        '{"parts": [{"score": 1}], "reason": "\\(x\\)", "score": 4}',
+        '{"reason": "one\ntwo", "score": 4}',
+        '{"reason": "it wrote \\"{\\"", "score": 4}',
+        '{"score": 1}, no: {"score": 4}',
+    ],
+)
+def test_a_field_is_found_among_braces_and_formulas(answer):
+    with judge_server(lambda *_: answer) as server:
+        rewards = rewards_of(server, "reward.judge.field=score", "reward.judge.range=[0,5]")
+        scores, errors, counts = scored(rewards, ["a"])
+    assert (scores, errors, counts["judge_calls"]) == ([0.8], [], 1)
+
+
 def test_replies_are_kept_behind_their_scores_without_thinking_and_key():
     answers = ["<think>Hm. Score: 1</think>\nGood.\nScore: 8", f"With {KEY}: Score: 4"]
     with judge_server(lambda number, _: answers[number]) as server:
@@ -108,13 +127,14 @@ def test_replies_are_kept_behind_their_scores_without_thinking_and_key():
 
 
 def test_failures_are_repeated_and_counted():
-    script = [(500, {}), (429, {"Retry-After": "0.3"}), None, "no number", "Score: 11", "Score: 8"]
+    refused = [(500, {}), (429, {"Retry-After": "0.3"}), (408, {}), None]
+    script = [*refused, "no number", "Score: 11", "Score: 8"]
     with judge_server(lambda number, _: script[number]) as server:
         started = time.monotonic()
         scores, errors, counts = scored(rewards_of(server), ["a"])
         assert (scores, errors) == ([0.8], []) and time.monotonic() - started > 0.3
-    assert counts["judge_calls"] == 6 and counts["judge_retries"] == 5
-    assert [counts[f"judge_{why}"] for why in ("refused", "dropped", "unreadable")] == [2, 1, 2]
+    assert counts["judge_calls"] == 7 and counts["judge_retries"] == 6
+    assert [counts[f"judge_{why}"] for why in ("refused", "dropped", "unreadable")] == [3, 1, 2]
     with judge_server(seconds=0.5) as server:
         rewards = rewards_of(server, "reward.judge.timeout_seconds=0.05")
         scores, (error,), counts = scored(rewards, ["a"])

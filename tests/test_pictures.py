@@ -461,6 +461,34 @@ def test_identity_is_that_of_the_files(tmp_path, files):
     assert problem_ids([changed.prompt(0)]) != [ids]
 
 
+def test_identity_is_that_of_the_files_within_messages(tmp_path, files):
+    def rows_in(folder, *names):
+        rows = []
+        for name in names:
+            content = [{"type": "image", "image": name}, *parts("What is it?")]
+            rows.append({"prompt": [{"role": "user", "content": content}]})
+        return opened(write_rows(folder / "rows.jsonl", *rows))
+
+    folders = []
+    for name, order in (("a", (0, 1)), ("b", (1, 0)), ("c", (0, 1))):
+        folder = tmp_path / name
+        folder.mkdir()
+        for number, place in enumerate(order):
+            (folder / f"{number}.png").write_bytes(files[place].data)
+        folders.append(rows_in(folder, "0.png", "1.png"))
+    first, other_order, same = folders
+    ids, other_ids, same_ids = (
+        problem_ids([stream.prompt(0), stream.prompt(1)]) for stream in folders
+    )
+    assert len({*ids}) == 2
+    assert other_ids == ids[::-1] and same_ids == ids
+    assert first.fingerprint() == same.fingerprint() != other_order.fingerprint()
+    fingerprint = first.fingerprint()
+    (tmp_path / "a" / "0.png").write_bytes(files[1].data)
+    changed = rows_in(tmp_path / "a", "0.png", "1.png")
+    assert changed.fingerprint() != fingerprint
+
+
 @pytest.mark.parametrize(
     ("row", "expected"),
     [

@@ -11,7 +11,7 @@ import openai
 import pytest
 from PIL import Image
 
-from agent_worker import Worker, asked, chat, said
+from agent_worker import KEY, Worker, asked, chat, said
 from easyrl.agents.program import fill_in
 from easyrl.agents.protocols import base
 from easyrl.agents.protocols.base import PictureReader, read_conversation
@@ -25,7 +25,12 @@ from easyrl.data.pictures import (
 )
 from easyrl.engines.shown import NUM_IDS, ShownPictures
 from easyrl.environments.host import EnvironmentHost
-from easyrl.environments.pictures import EpisodePictures, ShownFiles, with_addresses
+from easyrl.environments.pictures import (
+    EpisodePictures,
+    NoRoomForPictures,
+    ShownFiles,
+    with_addresses,
+)
 from easyrl.environments.tool_calls.calls import ToolCall
 from easyrl.model.prompt_renderer import PromptRenderer
 from easyrl.runtime.resolve import resolve
@@ -170,11 +175,15 @@ def test_a_tool_that_answers_with_no_picture_is_named(answer, reason):
 
 
 def test_an_episode_shows_files_that_the_ring_has_room_for(files):
-    shown = ShownFiles(len(files[0].data) + len(files[1].data))
-    shown.add([files[0], files[1], files[0]])
-    shown.add([files[1]])
-    with pytest.raises(PictureError, match=r"data\.max_image_bytes"):
-        shown.add([files[2]])
+    shown = ShownFiles(len(files[0].data) + len(files[2].data))
+    shown.add([files[0], files[2], files[0]])
+    shown.add([files[2]])
+    with pytest.raises(NoRoomForPictures, match=r"data\.max_image_bytes"):
+        shown.add([files[1]])
+    too_small = ShownFiles(len(files[0].data) - 1)
+    with pytest.raises(PictureError) as caught:  # no episode could show it
+        too_small.add([files[0]])
+    assert not isinstance(caught.value, NoRoomForPictures)
 
 
 def test_a_setting_without_episodes_is_refused():
@@ -250,7 +259,7 @@ def test_a_request_that_cannot_be_shown_names_the_key_and_none_stays_known(tmp_p
     def solve(client):
         shown, other = (request_of(data_address(file))[0]["content"][1] for file in files[:2])
         text = {"type": "text", "text": "1+1="}
-        large = request_of("data:image/png;base64," + "A" * 3_000_000)[0]["content"][1]
+        large = request_of("data:image/png;base64," + "A" * 20_000_000)[0]["content"][1]
         ask(client, shown, text)
         ask(client, text, shown)  # its last token stands for a part of the picture
         ask(client, text, shown, text)
@@ -313,6 +322,39 @@ def test_a_picture_is_stored_once_and_only_while_it_is_held(opened, files):
     for _ in range(2):
         with pytest.raises(PictureError, match="damaged"):
             reader.read(data_address(damaged))
+
+
+def test_an_agent_that_shows_more_than_there_is_room_for_has_reached_a_limit(files):
+    def solve(client):
+        messages = []
+        for file in (files[2], files[0], files[1]):
+            messages += request_of(data_address(file))
+            messages.append(said(chat(client, messages, max_tokens=2)))
+        return 1.0
+
+    room = len(files[2].data) + len(files[0].data)
+    words = ("rollout.takes_pictures=true", f"data.max_image_bytes={room}")
+    with closing(Worker("tiny-vision", *words, length=300, prompt_length=60)) as worker:
+        _, _, _, scored, _, columns = worker.run(solve)[KEY]
+    assert columns["ended_by"] == ["length"]
+    assert scored.scores == [[0.0]] and scored.errors == []
+
+
+def test_an_unchanged_picture_may_be_shown_in_every_turn(files):
+    num_turns = 8
+    large = Picture(files[0].data + bytes(250_000))
+
+    def solve(client):
+        messages = []
+        for _ in range(num_turns):
+            messages += request_of(data_address(large))
+            messages.append(said(chat(client, messages, max_tokens=2)))
+        return 1.0
+
+    words = ("rollout.takes_pictures=true", f"data.max_image_bytes={len(large.data)}")
+    with closing(Worker("tiny-vision", *words, length=900, prompt_length=60)) as worker:
+        _, _, _, scored, _, columns = worker.run(solve)[KEY]
+    assert columns["ended_by"] == ["answer"] and scored.errors == []
 
 
 # -- whole runs ------------------------------------------------------------------------------------
@@ -445,6 +487,19 @@ def test_engine_and_trainer_agree_on_pictures_of_episodes(inputs, tmp_path, fami
     shown = json.dumps([sample["messages"] for sample in samples])
     assert shown.count('"digest"') >= 2 * len(samples)
     assert "base64" not in shown
+
+
+def test_a_game_that_shows_more_than_there_is_room_for_ends_as_at_another_limit(inputs, tmp_path):
+    run = tmp_path / "run"
+    sizes = [(inputs / f"{number}.png").stat().st_size for number in range(len(SIZES))]
+    room = f"data.max_image_bytes={max(sizes)}"
+    succeed(
+        *words_for(inputs, "qwen2_5_vl", "game", "texts.jsonl"),
+        *("--output", str(run), room, "--iterations", "1"),
+    )
+    samples = lines_of(run / "samples.jsonl")
+    ends = {sample["ended_by"] for sample in samples}
+    assert "length" in ends and ends <= {"length", "done"}
 
 
 @pytest.mark.parametrize("what", ["game", "agent"])

@@ -28,7 +28,7 @@ LARGEST_GAP, MEAN_GAP = 0.5, 0.01
 LORA = ("model.lora.rank=3",)
 COMPILE = "train.compile=true"
 OTHER_FAMILIES = {*FAMILIES, *UNSHARED, "qwen3_next"}
-NOT_COMPILED = {"mamba"}  # an error of torch 2.13's compiler
+NOT_COMPILED = {"mamba"}  # an error of torch 2.13's compiler on some machines
 NOT_TRAINED = {"roberta"}
 
 
@@ -155,9 +155,8 @@ def test_other_models(family, tmp_path, monkeypatch):
     assert_same_gradients(bound=1e-5 if family in FAMILIES else 1e-4)
 
 
-@pytest.mark.long
-def test_a_model_that_cannot_be_compiled_is_named(tmp_path, monkeypatch):
-    tiny_model("mamba", spread=SPREAD, **UNSHARED["mamba"][0]).save_pretrained(tmp_path)
-    monkeypatch.setattr(own_training, "MODEL", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"train\.compile"):
+def test_a_model_that_cannot_be_compiled_is_named():
+    torch._dynamo.reset()
+    fails = inductor_config.patch({"cpp.cxx": ("false",), "force_disable_caches": True})
+    with fails, pytest.raises(ConfigError, match=r"train\.compile"):
         train(COMPILE)

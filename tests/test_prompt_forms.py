@@ -1,5 +1,7 @@
 """Rows as prompts and as columns for rewards: templates, system prompts, chats, names."""
 
+import json
+
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, processors
@@ -67,6 +69,7 @@ def test_a_template_with_anything_but_columns_is_refused(tmp_path, template):
         (ROW, {"prompt_template": "{level}. {question}\n{question}"}, "4. 2+3?\n2+3?"),
         (ROW, {"prompt_template": "\\boxed{{}} of {question} {{x}}"}, "\\boxed{} of 2+3? {x}"),
         (ROW, {"prompt_template": "<{braces}>"}, f"<{BRACES}>"),  # what is in a row is no template
+        (ROW | {"hint": ""}, {"prompt_template": "{hint}{question}"}, "2+3?"),
         (ROW, {"prompt_column": "question"}, "2+3?"),
         (ROW, {"prompt_column": "question", "chat": True}, CHAT),
         (ROW, {"prompt_column": "question", "system_prompt": "Add."}, FROM_SYSTEM),
@@ -88,6 +91,18 @@ def test_a_template_with_anything_but_columns_is_refused(tmp_path, template):
 )
 def test_a_prompt_is_a_filled_template_a_string_or_a_chat(tmp_path, row, data, content):
     assert first(tmp_path, row, **data).content == content
+
+
+def test_the_arguments_of_a_call_may_have_any_names(tmp_path):
+    for value in ("cats", "5"):
+        read = with_arguments({"name": "search", "arguments": value})
+        given = with_arguments(json.dumps({"name": "search", "arguments": value}))
+        for call in (read, given):
+            message = {"role": "assistant", "content": "", "tool_calls": [call]}
+            messages = [*CHAT, message, *CHAT]
+            found = first(tmp_path, {"prompt": messages}).content
+            assert found[len(CHAT)]["tool_calls"] == [read]
+            (tmp_path / "data.jsonl").unlink()
 
 
 @pytest.mark.parametrize(

@@ -49,8 +49,8 @@ BODY_BYTES_PER_TOKEN = 32
 """A body may have LEAST_BODY_BYTES, and these for each token of a sequence: a larger one does not
 fit, and to tokenize it would keep the engine waiting."""
 ADDRESS_BYTES_PER_BYTE = 2
-"""A body may have these for each byte of the image files that an episode may show: base64 takes
-four thirds, and the same file may be shown again."""
+"""In each turn a request may show all image files of an episode once more, as an unchanged screen:
+a body may have these bytes for each of theirs. (base64 takes four thirds.)"""
 MAX_DISCARDED_BYTES = 2**28
 NEVER_SECONDS = 10**6  # the server closes no connection of an agent that does something else
 LOCAL_NAMES = (LOOPBACK, "localhost", "::1")
@@ -93,7 +93,8 @@ class Endpoint:
         self._most_bytes = LEAST_BODY_BYTES + BODY_BYTES_PER_TOKEN * most_tokens
         self._shows_pictures = spec.shows_pictures
         if spec.shows_pictures:
-            self._most_bytes += ADDRESS_BYTES_PER_BYTE * spec.max_image_bytes
+            of_turn = ADDRESS_BYTES_PER_BYTE * spec.max_image_bytes
+            self._most_bytes += min(of_turn * spec.max_turns, MAX_DISCARDED_BYTES)
         self._requests: SimpleQueue[Request] = SimpleQueue()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
         listener = _listen(port)

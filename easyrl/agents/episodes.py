@@ -43,7 +43,12 @@ from easyrl.engines.base import Engine, FinishedGroup, GroupRequest, Turn
 from easyrl.environments.base import Episodes, GroupRecord, GroupTexts, mean, num_common
 from easyrl.environments.host import Key
 from easyrl.environments.host_pool import FAILURES, CallFailed, HostKilled
-from easyrl.environments.pictures import EpisodePictures, ShownFiles, with_addresses
+from easyrl.environments.pictures import (
+    EpisodePictures,
+    NoRoomForPictures,
+    ShownFiles,
+    with_addresses,
+)
 from easyrl.environments.pool import row_of
 from easyrl.model.prompt_renderer import PromptRenderer
 from easyrl.rewards.worker import Call, CallError, Scored
@@ -268,10 +273,8 @@ class AgentEpisodes(Episodes):
             return True
         if episode.num_reserved and (wanted is None or num_choices * wanted > num_left):
             return False
-        try:
-            placed = self._place(episode, request)
-        except Exception as error:  # of the tokenizer, the template, or odd messages
-            self._refuse(episode, request, ApiError(str(error) or repr(error)))
+        placed = self._placed_or_refused(episode, request)
+        if placed is None:
             return True
         ids = placed.ids
         if episode.group.prompt_ids is None:
@@ -311,6 +314,16 @@ class AgentEpisodes(Episodes):
             episode.num_reserved += limit
         episode.answering[request] = sequences
         return True
+
+    def _placed_or_refused(self, episode: Episode, request: Request) -> Placed | None:
+        try:
+            return self._place(episode, request)
+        except NoRoomForPictures as error:
+            episode.limit = "length"
+            self._refuse(episode, request, ApiError(str(error), "context_length_exceeded"))
+        except Exception as error:  # of the tokenizer, the template, or odd messages
+            self._refuse(episode, request, ApiError(str(error) or repr(error)))
+        return None
 
     def _place(self, episode: Episode, request: Request) -> Placed:
         """Find the tokens of a request. Raises ValueError for pictures that are too large, and for

@@ -21,7 +21,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from datetime import date, time
+from decimal import Decimal
 from pathlib import Path
 from string import Formatter
 from typing import Any, NamedTuple
@@ -179,27 +181,48 @@ def _without_conversion(create: Callable[..., Any]) -> Callable[..., Any]:
 
 def fill_in(words: Sequence[str], row: Mapping[str, Any]) -> list[str]:
     """Replace `{column}` in each word of a command. Raises ConfigError for an unknown column."""
-    texts: dict[str, str] = {}
-    for name, value in row.items():
-        if isinstance(value, str):
-            texts[name] = value
-        elif isinstance(value, Picture):
-            texts[name] = data_address(value)
-        else:
-            texts[name] = json.dumps(value, default=_as_json)
     try:
-        return [Formatter().vformat(word, (), texts) for word in words]
-    except (LookupError, ValueError, AttributeError) as error:
+        return [Formatter().vformat(word, (), _Texts(row)) for word in words]
+    except (LookupError, ValueError, AttributeError, TypeError) as error:
         raise ConfigError(
             f"{KEY}: expected names of columns in braces ({', '.join(row)}; {{{{ and }}}} are "
             f"braces), got {shlex.join(words)}: {error!r}"
         ) from None
 
 
-def _as_json(value: Any) -> str:
-    """Return a picture in a list of them as its address. Raises TypeError for other values."""
+class _Texts(Mapping[str, str]):
+    """A row's values as words of a command: those that are no text as JSON."""
+
+    def __init__(self, row: Mapping[str, Any]) -> None:
+        self._row = row
+
+    def __getitem__(self, name: str) -> str:
+        value = self._row[name]
+        if isinstance(value, (str, Decimal, date, time)):
+            return str(value)
+        try:
+            if isinstance(value, Picture):
+                return data_address(value)
+            return json.dumps(value, default=_as_json)
+        except TypeError as error:
+            raise ValueError(f"column '{name}': {error}") from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._row)
+
+    def __len__(self) -> int:
+        return len(self._row)
+
+
+def _as_json(value: Any) -> Any:
+    """Return JSON for a picture, a value of numpy, a decimal number or a date. Raises TypeError for
+    other values that JSON lacks."""
     if isinstance(value, Picture):
         return data_address(value)
+    if hasattr(value, "tolist"):  # of numpy
+        return value.tolist()
+    if isinstance(value, (Decimal, date, time)):
+        return str(value)
     raise TypeError(f"expected a value of JSON, got {value!r:.80}")
 
 

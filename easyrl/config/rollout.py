@@ -67,7 +67,7 @@ class RolloutConfig(Section):
     max_concurrent_groups: MayChange[PositiveInt | None] = None
     """Groups in flight per engine, at most its prompts of an iteration. Null: a quarter of these
     (half where workers lend each other cores), but at least 16; all with `runtime.schedule=sync`,
-    and with vLLM on the train worker's device."""
+    unless the run is deterministic, and with vLLM on the train worker's device."""
     ring_slots: MayChange[PositiveInt | None] = None
     """Finished groups that the ring buffer holds; null: `train.prompts_per_iteration`."""
     engine: Literal["auto", "embedded", "vllm"] = "auto"

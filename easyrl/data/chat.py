@@ -62,6 +62,7 @@ def _read_message(message: Any, *, takes_pictures: bool) -> dict[str, Any]:
     }
     copied = json.dumps(message | texts)
     read: dict[str, Any] = json.loads(copied, object_hook=_without_none)
+    _parse_arguments(read)
     if parts is not None:
         read["content"] = parts
     return read
@@ -110,10 +111,20 @@ def _text(content: Any) -> str:
 
 
 def _without_none(values: dict[str, Any]) -> dict[str, Any]:
-    """Leave out None. Parse the arguments of a tool call, which OpenAI's API writes as JSON."""
-    if "name" in values and isinstance(values.get("arguments"), str):
-        values["arguments"] = json.loads(values["arguments"].strip() or "{}")
     return {key: value for key, value in values.items() if value is not None}
+
+
+def _parse_arguments(message: dict[str, Any]) -> None:
+    """Parse the arguments of a message's calls, which OpenAI's API writes as JSON. What stands
+    within the arguments stays as it is."""
+    functions = [message.get("function_call")]
+    calls = message.get("tool_calls")
+    if isinstance(calls, list):
+        for call in calls:
+            functions.append(call.get("function", call) if isinstance(call, dict) else None)
+    for function in functions:
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            function["arguments"] = json.loads(function["arguments"].strip() or "{}")
 
 
 def render_prompt(

@@ -358,13 +358,17 @@ def _digest(text: str) -> str:
 
 
 def problem_ids(problems: Sequence[Prompt]) -> list[str]:
-    """Digest prompt and columns of each problem. The id of the second of two equal ones ends in
-    `-2`."""
+    """Digest prompt, columns and pictures of each problem. The id of the second of two equal ones
+    ends in `-2`."""
     seen: Counter[str] = Counter()
     ids = []
     for problem in problems:
         values = [problem.content, dict(problem.columns)]
-        name = _digest(json.dumps(values, sort_keys=True, default=content_of))
+        text = json.dumps(values, sort_keys=True, default=content_of)
+        for picture in problem.pictures:
+            if picture.digest not in text:  # it is in the prompt, not in a column
+                text += picture.digest
+        name = _digest(text)
         seen[name] += 1
         if seen[name] > 1:
             name = f"{name}-{seen[name]}"

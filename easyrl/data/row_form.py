@@ -336,7 +336,8 @@ class RowForm:
                 value = value_at(row, name)
             except LookupError as error:
                 raise ValueError(f"{self.key}: column '{name}': {error}") from None
-            if is_missing(value):
+            is_text = isinstance(value, str)  # it may be empty, as Alpaca's `input`
+            if is_missing(value) and not is_text:
                 raise ValueError(f"{self.key}: expected a value in column '{name}'")
         try:
             return _Template().vformat(self.template, (), row)

@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from easyrl.config import ConfigError
 from easyrl.data import row_shapes
+from easyrl.data.chat import has_picture
 from easyrl.data.pictures import PictureError, PictureSize, open_picture, size_of
 from easyrl.data.row_form import ANSWER_COLUMN, ENVIRONMENT_COLUMN, Row, RowForm
 from easyrl.data.values import column_of, value_at
@@ -293,9 +294,22 @@ class DataSet:
     def _with_digests(self, row: Row) -> Row:
         """Return a row with digests of its pictures, wherever their files are."""
         column = self.form.pictures.column
-        if column is None or column not in row:
+        if column is not None and column in row:
+            return {**row, column: self.form.pictures.as_pictures(row[column])}
+        named = self.form.named(row)
+        prompt_column = self.form.prompt_column
+        if column is not None or not _has_picture_part(named.get(prompt_column)):
             return row
-        return {**row, column: self.form.pictures.as_pictures(row[column])}
+        pictures = self.form.pictures_of(named)
+        return {**named, prompt_column: [self.form.content(named), pictures]}
+
+
+def _has_picture_part(prompt: Any) -> bool:
+    """Return whether a prompt is a chat, of which a part is a picture."""
+    if not isinstance(prompt, list):
+        return False
+    messages = [message for message in prompt if isinstance(message, Mapping)]
+    return any(has_picture(message.get("content")) for message in messages)
 
 
 class Turn(NamedTuple):

@@ -97,7 +97,16 @@ def num_common(one: Sequence[int], other: Sequence[int]) -> int:
     length = min(len(one), len(other))
     if one[:length] == other[:length]:
         return length
-    return next(index for index in range(length) if one[index] != other[index])
+    # The first difference is halved in: comparing slices is far faster than token by token.
+    num_equal = 0
+    num_until_different = length
+    while num_until_different - num_equal > 1:
+        middle = (num_equal + num_until_different) // 2
+        if one[num_equal:middle] == other[num_equal:middle]:
+            num_equal = middle
+        else:
+            num_until_different = middle
+    return num_equal
 
 
 def mean(numbers: Sequence[float]) -> float:

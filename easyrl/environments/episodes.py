@@ -29,7 +29,7 @@ from easyrl.environments.base import Episodes, GroupRecord, GroupTexts, mean, nu
 from easyrl.environments.conversation import Conversations
 from easyrl.environments.host import Acted, Key
 from easyrl.environments.host_pool import FAILURES, HostLost
-from easyrl.environments.pictures import EpisodePictures, ShownFiles
+from easyrl.environments.pictures import EpisodePictures, NoRoomForPictures, ShownFiles
 from easyrl.environments.pool import EnvironmentPool, name_of, row_of
 from easyrl.environments.tool_calls.calls import UNKNOWN, Calls, ToolCall
 from easyrl.events import FailedCall
@@ -295,6 +295,9 @@ class EnvironmentEpisodes(Episodes):
             acted = _failed_calls(episode.messages[-1], error)
         try:
             messages = self._named(turn.key, episode, acted.messages)
+        except NoRoomForPictures:
+            self._end(turn, episode, "done" if acted.is_done else "length")
+            return
         except PictureError as error:
             self._break(turn.key, error, episode)
             self._end(turn, episode, "error")
@@ -325,7 +328,7 @@ class EnvironmentEpisodes(Episodes):
                 named.append(pictures.named(message, episode.files, key))
             except PictureError as error:
                 source = f"tool '{message['name']}'" if "name" in message else "step"
-                raise PictureError(f"{source}: {error}") from error
+                raise type(error)(f"{source}: {error}") from error
         return named
 
     def _resume(self, group: _Group, episode: _Episode, turn: Turn, messages: Messages) -> None:

@@ -38,6 +38,10 @@ def with_addresses(content: str | Messages, pictures: Sequence[Picture]) -> str 
     return messages
 
 
+class NoRoomForPictures(PictureError):
+    """An episode has shown as much as it may: it ends, as at another limit."""
+
+
 class ShownFiles:
     """The image files that an episode shows, each counted once."""
 
@@ -46,16 +50,19 @@ class ShownFiles:
         self._lengths: dict[str, int] = {}  # in bytes, by digest
 
     def add(self, pictures: Iterable[Picture]) -> None:
-        """Count pictures. Raises PictureError if there is no room for them in the ring buffer."""
-        lengths = dict(self._lengths)
-        for picture in pictures:
-            lengths[picture.digest] = len(picture.data)
+        """Count pictures. Raises PictureError if there is no room for them in the ring buffer, and
+        NoRoomForPictures if only what the episode has shown before takes it."""
+        added = {picture.digest: len(picture.data) for picture in pictures}
+        lengths = {**self._lengths, **added}
         num_bytes = sum(lengths.values())
         if num_bytes > self._max_bytes:
-            raise PictureError(
+            problem = (
                 f"expected image files of at most {self._max_bytes} bytes in an episode "
                 f"(data.max_image_bytes), got {num_bytes}"
             )
+            new_bytes = sum(length for name, length in added.items() if name not in self._lengths)
+            fits_alone = new_bytes <= self._max_bytes
+            raise NoRoomForPictures(problem) if fits_alone else PictureError(problem)
         self._lengths = lengths
 
 

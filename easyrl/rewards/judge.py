@@ -43,7 +43,7 @@ COUNTS = (
     "judge_retries",  # those that repeat one, for one of these reasons:
     "judge_unreachable",  # no connection
     "judge_dropped",  # a lost connection
-    "judge_refused",  # by 429, 5xx or in the middle of the answer
+    "judge_refused",  # by RETRIED_STATUSES, 5xx or in the middle of the answer
     "judge_timeouts",  # the answer came too late
     "judge_cut_off",  # by its limit of tokens
     "judge_unreadable",  # no score in the answer
@@ -62,6 +62,10 @@ QUESTIONS = {
 }
 MAX_RETRIES = {"": 0, "judge_cut_off": 3, "judge_unreadable": 3}  # by `JudgeError.count`
 MAX_RETRIES_OF_OTHERS = 7
+RETRIED_STATUSES = (408, 409, 425, 429)
+"""Beside 5xx: a server behind this one was too slow, something is locked, too early, too often."""
+BACKSLASH = re.compile(r'\\(?:["\\/bfnrt]|u[0-9A-Fa-f]{4})|(\\)')
+"""A backslash in JSON; group 1: one that escapes nothing, as in LaTeX."""
 MAX_REPLY = 2000  # characters of an answer in samples.jsonl
 BACKOFF_SECONDS = 0.5  # before the first retry, then doubled
 MAX_BACKOFF_SECONDS = 60.0
@@ -415,7 +419,7 @@ class Judge:
         status = response.status_code
         if status == 200:
             return
-        if status == 429 or status >= 500:
+        if status in RETRIED_STATUSES or status >= 500:
             wait = re.fullmatch(r"\d+(\.\d+)?", response.headers.get("Retry-After", ""))
             delay = float(wait[0]) if wait else 0.0
             raise self._error(f"{status} {response.text}", "judge_refused", delay)
@@ -483,11 +487,7 @@ class Judge:
         if settings.field is None:
             matches = re.findall(settings.pattern, text)
             return matches if settings.mode == "listwise" else matches[-1:]
-        json_text = text[text.find("{") : text.rfind("}") + 1]
-        try:
-            value = json.loads(json_text)[settings.field]
-        except (ValueError, LookupError, TypeError, RecursionError):
-            return None
+        value = _field_in(text, settings.field)
         return value if isinstance(value, list) else [value]
 
     def _raise_limit(self) -> str:
@@ -631,6 +631,27 @@ def _after_thinking(text: str) -> str | None:
         is_thinking = tag["start"] is not None
         start = tag.end()
     return None if is_thinking else kept + text[start:]
+
+
+def _field_in(text: str, field: str) -> Any:
+    """Return the field of the last JSON object in a text that has it, else None. Other braces may
+    stand around it. Its strings may have line breaks, and LaTeX with single backslashes."""
+    text = BACKSLASH.sub(_with_escape, text)
+    decoder = json.JSONDecoder(strict=False)
+    value = None
+    start = text.find("{")
+    while start >= 0:
+        end = start + 1
+        with contextlib.suppress(ValueError, RecursionError):
+            found, end = decoder.raw_decode(text, start)
+            value = found.get(field, value)
+        start = text.find("{", end)
+    return value
+
+
+def _with_escape(backslash: re.Match[str]) -> str:
+    is_alone = backslash[1] is not None
+    return r"\\" if is_alone else backslash[0]
 
 
 def _is_deterministic(options: Mapping[str, Any]) -> bool:

@@ -41,8 +41,16 @@ MARK = re.compile(  # `\boxed{18}`, or `#### 18`, which is not a heading of Mark
 FRACTION = re.compile(r"(?<!\d)\\[dt]?frac *(?:\{(\d+)\}|(\d)) *(?:\{(\d+)\}|(\d))(?!\d)")
 r"""`\frac{1}{2}`, or `\frac12`; `\frac123` is (1/2) 3."""
 WRAPPING = re.compile(  # LaTeX around a number
-    r"\\(boxed|mbox|(text|math)(bf|it|rm)?)\b|\\[,;:>!% ]|\\q?quad\b|[{}]|\^\{?\\circ"
+    r"\\(boxed|mbox|(text|math)(bf|it|rm)?|large|Large|LARGE|huge|displaystyle|textstyle)\b"
+    r"|\\[,;:>!% ]|\\q?quad\b|[{}]|\^\{?\\circ"
 )
+ABOUT = re.compile(r"\A\s*(?:\\approx|\\sim|≈|\+)\s*(?=\d)")
+"""Before a number: `\\approx 5`, `+5`."""
+UNIT_POWER = re.compile(
+    r"(?<=[\d\s])((?:[cdkm]?m|ft|in|mi|yd|inch(?:es)?|f(?:oo|ee)t|miles?|yards?|units?"
+    r"|(?:centi|deci|kilo|milli)?met(?:er|re)s?)\s*)(?:\^\s*[23]|[²³])(?![\w^])"
+)
+"""A unit of an area or a volume: `cm^2`."""
 EXPRESSION = re.compile(
     r"[\\^_+*×÷√²³½]|\A-?\d[\d,.]*\s*(?:[A-Za-z%]+\s+)?(?:[-–]|and\b|or\b|to\b)\s*\d"
 )
@@ -156,7 +164,8 @@ def _number_of(text: str) -> float | str:
     in_box, behind_hashes = marks[-1]
     marked: str = (in_box or behind_hashes).strip(" *")
     right_side = marked.rpartition("=")[2]
-    plain = _without_latex(right_side)
+    plain = UNIT_POWER.sub(r"\1", _without_latex(right_side))
+    plain = ABOUT.sub("", plain)
     numbers = _numbers_in(plain)
     if not numbers or EXPRESSION.search(plain):
         return marked
