@@ -6,7 +6,7 @@ from easyrl.config.values import allowed_values
 
 
 def settings_markdown() -> str:
-    """Return a table of keys, values, defaults and meanings for each section."""
+    """Return a table of keys, defaults and meanings for each section."""
     allowed = allowed_values()
     lines = [
         "# Settings\n\nEvery key of a run. Set one as `section.key=value` on the command line, or",
@@ -15,16 +15,15 @@ def settings_markdown() -> str:
     ]
     for name, section in SECTIONS.items():
         lines += ["", f"## {name}", "", on_one_line(section.__doc__), ""]
-        lines += ["| key | values | default | meaning |", "| --- | --- | --- | --- |"]
+        lines += ["| key | default | meaning |", "| --- | --- | --- |"]
         for key, field in section.model_fields.items():
             full_name = f"{name}.{key}"
             if full_name in KEYS:
                 default = yaml_value(field.get_default(call_default_factory=True))
                 meaning = on_one_line(field.description).replace("|", "\\|")
                 star = "*" if MAY_CHANGE in field.metadata else ""
-                lines.append(
-                    f"| `{full_name}`{star} | {allowed[full_name]} | `{default}` | {meaning} |"
-                )
+                values = f"*Values: {allowed[full_name]}.*"
+                lines.append(f"| `{full_name}`{star} | `{default}` | {meaning} {values} |")
     return "\n".join(lines)
 
 
