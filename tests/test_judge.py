@@ -109,6 +109,23 @@ def test_a_field_is_found_among_braces_and_formulas(answer):
     assert (scores, errors, counts["judge_calls"]) == ([0.8], [], 1)
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        '{"parts": [{"score": 1}], "score": 4,}',
+        '{"parts": [{"score": 1}], "reason": "it says "yes"", "score": 4}',
+        '{"parts": [{"score": 1}, {"sco',
+        '{"reason": "the form is {"score": 1}", "score": 4}',
+        "{" * 100_000,
+    ],
+)
+def test_a_part_of_an_object_that_cannot_be_read_is_no_score(answer):
+    with judge_server(lambda *_: answer) as server:
+        rewards = rewards_of(server, "reward.judge.field=score", "reward.judge.range=[0,5]")
+        _, (error,), counts = scored(rewards, ["a"])
+    assert "field score" in error and counts["judge_unreadable"] == 4
+
+
 def test_replies_are_kept_behind_their_scores_without_thinking_and_key():
     answers = ["<think>Hm. Score: 1</think>\nGood.\nScore: 8", f"With {KEY}: Score: 4"]
     with judge_server(lambda number, _: answers[number]) as server:

@@ -487,6 +487,8 @@ def test_identity_is_that_of_the_files_within_messages(tmp_path, files):
     (tmp_path / "a" / "0.png").write_bytes(files[1].data)
     changed = rows_in(tmp_path / "a", "0.png", "1.png")
     assert changed.fingerprint() != fingerprint
+    with_system = opened(tmp_path / "c" / "rows.jsonl", system_prompt="Look.")
+    assert with_system.fingerprint() == same.fingerprint()
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,8 @@ fit, and to tokenize it would keep the engine waiting."""
 ADDRESS_BYTES_PER_BYTE = 2
 """In each turn a request may show all image files of an episode once more, as an unchanged screen:
 a body may have these bytes for each of theirs. (base64 takes four thirds.)"""
+MAX_PICTURE_BYTES = 2**28
+"""That a body may have for pictures, unless one turn may have more: it is parsed in memory."""
 MAX_DISCARDED_BYTES = 2**28
 NEVER_SECONDS = 10**6  # the server closes no connection of an agent that does something else
 LOCAL_NAMES = (LOOPBACK, "localhost", "::1")
@@ -93,8 +95,9 @@ class Endpoint:
         self._most_bytes = LEAST_BODY_BYTES + BODY_BYTES_PER_TOKEN * most_tokens
         self._shows_pictures = spec.shows_pictures
         if spec.shows_pictures:
-            of_turn = ADDRESS_BYTES_PER_BYTE * spec.max_image_bytes
-            self._most_bytes += min(of_turn * spec.max_turns, MAX_DISCARDED_BYTES)
+            bytes_of_turn = ADDRESS_BYTES_PER_BYTE * spec.max_image_bytes
+            bytes_of_episode = min(bytes_of_turn * spec.max_turns, MAX_PICTURE_BYTES)
+            self._most_bytes += max(bytes_of_turn, bytes_of_episode)
         self._requests: SimpleQueue[Request] = SimpleQueue()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
         listener = _listen(port)

@@ -115,8 +115,7 @@ def _without_none(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parse_arguments(message: dict[str, Any]) -> None:
-    """Parse the arguments of a message's calls, which OpenAI's API writes as JSON. What stands
-    within the arguments stays as it is."""
+    """Parse the arguments of a message's calls, which OpenAI's API writes as JSON."""
     functions = [message.get("function_call")]
     calls = message.get("tool_calls")
     if isinstance(calls, list):

@@ -300,8 +300,9 @@ class DataSet:
         prompt_column = self.form.prompt_column
         if column is not None or not _has_picture_part(named.get(prompt_column)):
             return row
-        pictures = self.form.pictures_of(named)
-        return {**named, prompt_column: [self.form.content(named), pictures]}
+        form = copy(self.form)
+        form.system_prompt = None  # the rows have none
+        return {**named, prompt_column: [form.content(named), form.pictures_of(named)]}
 
 
 def _has_picture_part(prompt: Any) -> bool:

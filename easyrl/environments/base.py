@@ -97,7 +97,7 @@ def num_common(one: Sequence[int], other: Sequence[int]) -> int:
     length = min(len(one), len(other))
     if one[:length] == other[:length]:
         return length
-    # The first difference is halved in: comparing slices is far faster than token by token.
+    # Binary search for the first difference: comparing slices is far faster than single tokens.
     num_equal = 0
     num_until_different = length
     while num_until_different - num_equal > 1:

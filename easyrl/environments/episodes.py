@@ -293,6 +293,8 @@ class EnvironmentEpisodes(Episodes):
                 self._end(turn, episode, "time")
                 return
             acted = _failed_calls(episode.messages[-1], error)
+        episode.num_calls += acted.num_calls
+        episode.num_errors += acted.num_errors
         try:
             messages = self._named(turn.key, episode, acted.messages)
         except NoRoomForPictures:
@@ -303,8 +305,6 @@ class EnvironmentEpisodes(Episodes):
             self._end(turn, episode, "error")
             return
         episode.messages += messages
-        episode.num_calls += acted.num_calls
-        episode.num_errors += acted.num_errors
         limit = self._spec.episode_timeout_seconds
         if acted.is_done:
             self._end(turn, episode, "done")

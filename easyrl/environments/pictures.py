@@ -61,8 +61,9 @@ class ShownFiles:
                 f"(data.max_image_bytes), got {num_bytes}"
             )
             new_bytes = sum(length for name, length in added.items() if name not in self._lengths)
-            fits_alone = new_bytes <= self._max_bytes
-            raise NoRoomForPictures(problem) if fits_alone else PictureError(problem)
+            if new_bytes <= self._max_bytes:
+                raise NoRoomForPictures(problem)
+            raise PictureError(problem)
         self._lengths = lengths
 
 
@@ -93,15 +94,15 @@ class EpisodePictures:
         content = message["content"]
         if not isinstance(content, list):
             return dict(message)
-        parts = list[dict[str, Any]]()
-        for part in content:
+        pictures = {}  # by the number of the part
+        for number, part in enumerate(content):
             if is_picture_part(part):
-                picture = picture_of_part(part)
-                files.add([picture])
-                self.add(picture, owner)
-                parts.append(picture_part(picture))
-            else:
-                parts.append(part)
+                pictures[number] = picture_of_part(part)
+        files.add(pictures.values())
+        parts = list[dict[str, Any]](content)
+        for number, picture in pictures.items():
+            self.add(picture, owner)
+            parts[number] = picture_part(picture)
         return {**message, "content": parts}
 
     def prompt_ids(self, messages: Messages, variables: Mapping[str, Any]) -> list[int]:

@@ -64,6 +64,8 @@ MAX_RETRIES = {"": 0, "judge_cut_off": 3, "judge_unreadable": 3}  # by `JudgeErr
 MAX_RETRIES_OF_OTHERS = 7
 RETRIED_STATUSES = (408, 409, 425, 429)
 """Beside 5xx: a server behind this one was too slow, something is locked, too early, too often."""
+OBJECT = re.compile(r'\{\s*"')
+"""Where a JSON object begins, and no formula."""
 BACKSLASH = re.compile(r'\\(?:["\\/bfnrt]|u[0-9A-Fa-f]{4})|(\\)')
 """A backslash in JSON; group 1: one that escapes nothing, as in LaTeX."""
 MAX_REPLY = 2000  # characters of an answer in samples.jsonl
@@ -634,18 +636,20 @@ def _after_thinking(text: str) -> str | None:
 
 
 def _field_in(text: str, field: str) -> Any:
-    """Return the field of the last JSON object in a text that has it, else None. Other braces may
-    stand around it. Its strings may have line breaks, and LaTeX with single backslashes."""
+    """Return the field of the last JSON object in a text that has it, else None: also where an
+    object cannot be read, whose parts might be taken for it. Braces of formulas may stand around
+    it. Its strings may have line breaks, and LaTeX with single backslashes."""
     text = BACKSLASH.sub(_with_escape, text)
     decoder = json.JSONDecoder(strict=False)
     value = None
-    start = text.find("{")
-    while start >= 0:
-        end = start + 1
-        with contextlib.suppress(ValueError, RecursionError):
-            found, end = decoder.raw_decode(text, start)
-            value = found.get(field, value)
-        start = text.find("{", end)
+    begin = OBJECT.search(text)
+    while begin is not None:
+        try:
+            found, end = decoder.raw_decode(text, begin.start())
+        except (ValueError, RecursionError):
+            return None
+        value = found.get(field, value)
+        begin = OBJECT.search(text, end)
     return value
 
 

@@ -44,13 +44,14 @@ WRAPPING = re.compile(  # LaTeX around a number
     r"\\(boxed|mbox|(text|math)(bf|it|rm)?|large|Large|LARGE|huge|displaystyle|textstyle)\b"
     r"|\\[,;:>!% ]|\\q?quad\b|[{}]|\^\{?\\circ"
 )
-ABOUT = re.compile(r"\A\s*(?:\\approx|\\sim|≈|\+)\s*(?=\d)")
-"""Before a number: `\\approx 5`, `+5`."""
+LEADING_SIGN = re.compile(r"\A\s*(?:\\approx|\\sim|≈|\+)\s*(?=\d)")
+r"""Before a number: `\approx 5`, `+5`. It makes no expression of the number."""
 UNIT_POWER = re.compile(
     r"(?<=[\d\s])((?:[cdkm]?m|ft|in|mi|yd|inch(?:es)?|f(?:oo|ee)t|miles?|yards?|units?"
-    r"|(?:centi|deci|kilo|milli)?met(?:er|re)s?)\s*)(?:\^\s*[23]|[²³])(?![\w^])"
+    r"|(?:centi|deci|kilo|milli)?met(?:er|re)s?)\s*)(?:\^\s*[23]|[²³])"
+    r"(?=\s*(?:\Z|[.,;)]|[a-z]{2}))"
 )
-"""A unit of an area or a volume: `cm^2`."""
+"""The power of a unit, as in `18 cm^2`. It makes no expression of the number."""
 EXPRESSION = re.compile(
     r"[\\^_+*×÷√²³½]|\A-?\d[\d,.]*\s*(?:[A-Za-z%]+\s+)?(?:[-–]|and\b|or\b|to\b)\s*\d"
 )
@@ -164,8 +165,8 @@ def _number_of(text: str) -> float | str:
     in_box, behind_hashes = marks[-1]
     marked: str = (in_box or behind_hashes).strip(" *")
     right_side = marked.rpartition("=")[2]
-    plain = UNIT_POWER.sub(r"\1", _without_latex(right_side))
-    plain = ABOUT.sub("", plain)
+    plain = _without_latex(right_side)
+    plain = LEADING_SIGN.sub("", UNIT_POWER.sub(r"\1", plain))
     numbers = _numbers_in(plain)
     if not numbers or EXPRESSION.search(plain):
         return marked

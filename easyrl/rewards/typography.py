@@ -52,21 +52,41 @@ SEPARATOR = re.compile(GROUP_SEPARATOR, re.VERBOSE)
 DECIMALS = re.compile(
     rf"(?<=\d\.)\d{{3}}(?:{THIN_SPACE}\d{{1,3}}(?!\d))++(?!/)", re.VERBOSE
 )  # 0.123\,4
-ONE_CHARACTER_FRACTION = re.compile("[\u00bc-\u00be\u2150-\u215e\u2189]")  # ½
-PLAIN_FRACTION = r"(?P<numerator>\d{1,3})/(?P<denominator>\d{1,3}|1000)"
-LATEX_FRACTION = r"""\\[dt]?frac[ ]*
-    (?:\{(?P<latex_numerator>\d{1,3})\}|(?P<one_digit>\d))[ ]*
-    (?:\{(?P<latex_denominator>\d{1,3})\}|(?P<other_digit>\d))"""
+FRACTION_SIGN = "\u00bc-\u00be\u2150-\u215e"  # ½, for a character class
+WHOLE_PART = r"(?P<whole>\d{1,3}(?:,\d{3}){1,4}|\d{1,15})"
+BEHIND_MIXED_NUMBER = r"""(?=
+    [ ]?(?:\Z|[})\]$*+<=>≈,;:.?!-](?!\d)|\\[)\]]|\\?%|°|-\d)
+    |(?:[ ~]|\\[,;:\ ])*\\(?:text|mathrm|mbox|times|cdot|approx|le|ge|q?quad)
+    |\s[A-Za-z]{2}|\s*\n
+)"""
+"""What may follow a mixed number: no factor, as in `3 1/2 x`, which `7/2 x` would divide by."""
 MIXED_NUMBER = re.compile(
     rf"""
-    (?<![\w.,:/^'\u2019)}}])(?<!\d[ ])  # no part of another number, or of a list
-    (?P<whole>\d{{1,3}}(?:,\d{{3}})+|\d+)
-    (?:(?:[ ]|{ONE_SPACE}){{1,2}}{PLAIN_FRACTION}|(?:[ ]|{ONE_SPACE}){{0,2}}{LATEX_FRACTION})
-    (?![\w/^{{]|[.,]\d|[ ]?!)
+    (?<![\w.,:/^'\u2019)}}])
+    (?:
+        {WHOLE_PART}(?:[ ]|[ ]?{ONE_SPACE}[ ]?)(?P<numerator>\d{{1,3}})/(?P<denominator>\d{{1,4}})
+        |(?:{WHOLE_PART.replace("whole", "whole_of_sign")}[ ]?)?(?P<sign>[{FRACTION_SIGN}])
+    )
+    {BEHIND_MIXED_NUMBER}
     """,
     re.VERBOSE,
 )
-"""`3 1/2`. math-verify takes the plain form for (3 + 1)/2."""
+"""`3 1/2`, `3½`, and ½ alone. math-verify takes the first for (3 + 1)/2."""
+MIXED_FORMULA = re.compile(
+    rf"""
+    (?<![\w.,:/^'\u2019)}}])
+    {WHOLE_PART}(?:[ ]|{ONE_SPACE}){{0,3}}\\[dt]?frac[ ]*
+    (?:\{{(?P<numerator>\d{{1,3}})\}}|(?P<one_digit>\d))[ ]*
+    (?:\{{(?P<denominator>\d{{1,4}})\}}|(?P<other_digit>\d))
+    {BEHIND_MIXED_NUMBER}
+    """,
+    re.VERBOSE,
+)
+r"""`3\frac{1}{2}`. Only within a formula math-verify reads it as it is meant."""
+BEFORE_PART_OF_LIST = re.compile(rf"\d(?:[ ]|{ONE_SPACE})*\Z", re.VERBOSE)
+BEFORE_ARGUMENT = re.compile(r"(?:[/÷^_]|\\(?!approx|sim|le|ge|q?quad|times|cdot)[A-Za-z]+)[ ]*\Z")
+r"""What takes only the first of two numbers: `1/3 1/2`, `\sqrt 2 1/2`, `\div 3 1/2`."""
+NUM_CHARACTERS_BEFORE = 20  # that are looked at before a mixed number
 SPACE_BETWEEN_DIGITS = re.compile(rf"(?<=[\d,])\s?(?:{SPACING_COMMAND})\s?(?=\d)")
 EMPTY_TEXT = re.compile(r"\\(?:text(?:bf|it|rm)?|mbox|math(?:bf|it|rm))\{[\s.]*\}")
 STOP = r"[,，;；。．｡]|(?<!\.)\\?\.(?!\.)|\{\.\}"
@@ -89,12 +109,12 @@ DOLLARS = re.compile(r"\$\$(.+?)\$\$|\$([^$]+)\$", re.DOTALL)
 def in_one_form(text: str) -> str:
     """Return the text with numbers without spaces, and answers without a full stop at their end."""
     text = SPACE_ENTITY.sub("\u202f", INVISIBLE.sub("", text))
+    text = MIXED_NUMBER.sub(_improper_fraction, text)
+    text = MIXED_FORMULA.sub(_improper_fraction, text)
     text = BOLD.sub(r"\1", text)  # math-verify takes the second `**` of `**1/2**` for a power
     text = EMPTY_TEXT.sub(" ", text)
     text = THOUSANDS.sub(_joined, text)
     text = DECIMALS.sub(_joined, text)
-    text = ONE_CHARACTER_FRACTION.sub(_with_slash, text)
-    text = MIXED_NUMBER.sub(_improper_fraction, text)
     text = re.sub(f"[{UNICODE_SPACES}]", " ", text)
     text = re.sub(r"(?<=[\w)}])~(?=\\)", " ", text)  # `5~\text{cm}`
     text = DOLLARS.sub(_without_ending, text)
@@ -111,21 +131,25 @@ def _joined(number: re.Match[str]) -> str:
     return number[0] if "," in digits else digits  # commas and spaces: a list of such numbers
 
 
-def _with_slash(fraction: re.Match[str]) -> str:
-    """½ -> 1/2, with a space before it: it may be part of a mixed number."""
-    numerator, _, denominator = unicodedata.normalize("NFKC", fraction[0]).partition("\u2044")
-    return f" {numerator}/{denominator}"
-
-
 def _improper_fraction(number: re.Match[str]) -> str:
-    """3 1/2 -> 7/2"""
-    parts = number.groupdict()
-    whole = int(parts["whole"].replace(",", ""))
-    numerator = int(parts["numerator"] or parts["latex_numerator"] or parts["one_digit"])
-    denominator = int(parts["denominator"] or parts["latex_denominator"] or parts["other_digit"])
-    if numerator >= denominator:  # no mixed number
+    """3 1/2 -> 7/2. What is no mixed number stays as it is."""
+    before = number.string[max(0, number.start() - NUM_CHARACTERS_BEFORE) : number.start()]
+    if BEFORE_PART_OF_LIST.search(before) or BEFORE_ARGUMENT.search(before):
         return number[0]
-    return f"{whole * denominator + numerator}/{denominator}"
+    parts = number.groupdict()
+    sign = parts.get("sign")
+    if sign is not None:
+        # ½ is 1 FRACTION SLASH 2.
+        numerator, _, denominator = unicodedata.normalize("NFKC", sign).partition("\u2044")
+        whole = parts["whole_of_sign"] or "0"
+    else:
+        whole = parts["whole"]
+        numerator = parts["numerator"] or parts["one_digit"]
+        denominator = parts["denominator"] or parts["other_digit"]
+    if int(numerator) >= int(denominator):
+        return number[0]
+    whole_number = int(whole.replace(",", ""))
+    return f"{whole_number * int(denominator) + int(numerator)}/{denominator}"
 
 
 def _without_ending(formula: re.Match[str]) -> str:
