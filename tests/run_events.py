@@ -112,7 +112,7 @@ def run_events(folder, config=None):
         active("train-0", Span("wait", 118.0, 120.0), Span("train", 120.0, 121.0)),
         shown(121.0, 0, "\n".join(f"step {n}" for n in range(99)), iteration=2),
         shown(121.1, 1, f"completion 1 {HOSTILE}", iteration=2),
-        group(121.2, 2, 2, errors=[failed]),
+        group(121.2, 2, 2, errors=[events.FailedCall(failed)]),
         group(121.3, 3, 2, is_rejected=True),
         active("rollout-0", under_way=UnderWay("score", 121.4)),
         active("train-0", under_way=UnderWay("train", 121.6)),

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerFast, TopKLogitsWarper, TopPLogitsWa
 
 import recorded_graphs
 from easyrl.config.model import LoraConfig
+from easyrl.data.chat import end_tokens_of
 from easyrl.engines import (
     MAX_PREFIXES,
     embedded,
@@ -840,10 +841,37 @@ IN_ALL_WAYS = ("qwen3", "mistral")
 """Families that are tested with each way of storing prompts, copied to a group's rows or shared."""
 
 
+def test_a_turn_is_ended_by_its_own_text_alone():
+    """Neither by the text of an earlier turn nor by that of inserted tokens."""
+    tokenizer = bytes_tokenizer()
+    policy = Policy(tiny_model("qwen3", ATTENTION_NAME), torch.device("cpu"))
+    engine = EmbeddedEngine(policy, replace(TURNS, stop=["ab"]), num_rows=8, tokenizer=tokenizer)
+    inserted = tokenizer.convert_tokens_to_ids(["c", "ab"])
+    engine.submit(GroupRequest((0,), [5, 6], 64, has_turns=True, first_tokens=[inserted] * 64))
+    num_ended = 0
+    while engine.has_work:
+        engine.step()
+        for turn in engine.take_turns():
+            is_end = turn.token_ids[-1] in engine.end_tokens
+            assert is_end or "ab" in tokenizer.decode(turn.token_ids)
+            num_ended += 1
+            engine.end(turn, "stop")
+    assert num_ended > 0
+
+
+def test_special_tokens_may_be_stop_strings():
+    tokenizer = bytes_tokenizer()
+    eos = tokenizer.eos_token_id
+    assert end_tokens_of(tokenizer, ["<pad>", "a"]) == [eos, tokenizer.pad_token_id]
+    assert end_tokens_of(tokenizer, ["pad", "<eo"]) == [eos]
+    tokenizer.eos_token = None
+    assert end_tokens_of(tokenizer, []) == []
+
+
 def make_turns_engine(family="qwen3", num_rows=4, **changes):
     policy = Policy(tiny_model(family, ATTENTION_NAME), torch.device("cpu"))
     for token in ENDS:
-        policy.stop_at(token)
+        policy.stop_at([token])
     return EmbeddedEngine(policy, replace(TURNS, **changes), num_rows=num_rows)
 
 

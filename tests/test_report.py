@@ -130,6 +130,10 @@ def test_the_best_of_several_runs_is_named_only_where_they_can_be_told_apart(tmp
     assert close.startswith("high, ") and "too few problems or iterations to tell" in close
     page = page_of(*runs.values())
     assert "★ best" not in page
+    waits = make_run(tmp_path / "waits", lines, "reward: {timeout_seconds: 60}")
+    assert best_of(runs["low"], waits).startswith("waits, ")
+    other = make_run(tmp_path / "error", lines, "reward: {on_error: zero}")
+    assert best_of(runs["low"], other).startswith("none is named, since reward.on_error differs")
     # In the overview, and in the table behind the figures.
     assert page_of(runs["low"], runs["high"]).count("★ best") == 2
     # The setting in which they differ stands before the results; what is equal stands once.

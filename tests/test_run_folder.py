@@ -4,6 +4,7 @@ import errno
 import math
 import os
 import stat
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -15,7 +16,15 @@ from easyrl.observe.lines import PlainLines
 from easyrl.runtime import run_folder
 from easyrl.runtime.controller import Controller
 from easyrl.runtime.run import run
-from easyrl.runtime.run_folder import RunFolder, RunFolderLost, lock_folder, read_lines, write_whole
+from easyrl.runtime.run_folder import (
+    RunFolder,
+    RunFolderLost,
+    free_name,
+    is_locked,
+    lock_folder,
+    read_lines,
+    write_whole,
+)
 from easyrl.runtime.supervisor import FAILED
 from runs import SMALL
 
@@ -89,10 +98,14 @@ def scored(iteration):
     return events.FromWorker("rollout-0", 0.0, group)
 
 
+@pytest.mark.parametrize("num_read", [7, 2**20])
 @pytest.mark.parametrize(("num_lost", "first"), [(0, 1), (5, 1), (0, 0)])
-def test_resumed_folder_is_cut_back_to_whole_lines_of_its_checkpoint(tmp_path, num_lost, first):
+def test_resumed_folder_is_cut_back_to_whole_lines_of_its_checkpoint(
+    tmp_path, monkeypatch, num_lost, first, num_read
+):
     """After a power failure bytes may be missing that were written before the checkpoint. The files
     of a run that version 0.2 began count from 0 to their end."""
+    monkeypatch.setattr(run_folder, "BLOCK_BYTES", num_read)
     folder = RunFolder(tmp_path / "run", CONFIG)
     folder._first = first
     sizes, path = {}, folder.path
@@ -112,6 +125,24 @@ def test_resumed_folder_is_cut_back_to_whole_lines_of_its_checkpoint(tmp_path, n
     folder.observe(events.IterationFinished(1.0, {"iteration": 2}))
     assert read_lines(path / "metrics.jsonl") == [{"iteration": first}, {"iteration": first + 1}]
     assert folder.read_metrics() == Run(path).metrics == [{"iteration": 1}, {"iteration": 2}]
+
+
+def test_without_locks_a_run_has_ended_once_it_has_a_summary(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOSYS, "no locks here")
+
+    monkeypatch.setattr(run_folder.fcntl, "flock", refuse)
+    assert is_locked(tmp_path)
+    (tmp_path / "summary.json").write_text("{}")
+    assert not is_locked(tmp_path)
+
+
+def test_the_run_that_follows_one_in_this_folder_stands_beside_it(tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    run.mkdir()
+    monkeypatch.chdir(run)
+    assert free_name(Path()) == f"{run}-2"
+    assert free_name(Path("run")) == "run-2"
 
 
 def test_folder_belongs_to_one_user_and_one_writer(tmp_path):

@@ -2,7 +2,9 @@
 (`golden_files.py`), and which samples `easyrl samples` shows."""
 
 import html
+import io
 import json
+import math
 import re
 import shlex
 import sys
@@ -14,6 +16,8 @@ from rich.console import Console
 
 from easyrl import __version__, cli, events
 from easyrl.config import Config, load_config, to_commented_yaml
+from easyrl.events import FromWorker
+from easyrl.observe import samples
 from easyrl.observe.lines import PlainLines, end_table, print_end
 from easyrl.observe.run_files import RunFiles
 from easyrl.observe.text import say_rich
@@ -231,6 +235,39 @@ def test_options_select_samples(tmp_path, words, expected):
         file.write(json.dumps(SAMPLES[4])[:40])
     shown = easyrl("samples", tmp_path, *words.split()).output
     assert re.findall(r"completion (\S+)", shown) == expected
+
+
+def test_samples_end_once_nobody_reads_them(tmp_path, monkeypatch):
+    write_rows(tmp_path / "samples.jsonl", SAMPLES)
+    monkeypatch.setattr(samples, "is_discarded", lambda: True)
+    assert easyrl("samples", tmp_path).output == ""
+
+
+def test_rewards_of_a_skipped_group_are_shown_live_and_from_a_trace(tmp_path):
+    for missing in (None, math.nan):
+        state = state_of(run_events(tmp_path))
+        state.sampled = [replace(group, rewards=[missing, missing]) for group in state.sampled]
+        console = Console(width=100, height=50, file=io.StringIO())
+        console.print(render(state, 190.0, 100, 50))
+        assert "mean of the group none" in console.file.getvalue()
+
+
+def test_the_time_left_has_evaluations_and_the_error_is_in_a_note(tmp_path):
+    state = state_of(run_events(tmp_path, load_config(None, {"train.iterations": 40})))
+    now = 1000.0
+    for number in range(state.num_done + 1, state.num_done + 13):
+        state.apply(events.IterationStarted(now + 30.0, number))
+        now += 40.0
+        finished = {**METRICS, "iteration": number, "perf/iteration_seconds": 10.0}
+        state.apply(events.IterationFinished(now, finished))
+    num_left = state.run.spec.schedule.iterations - state.num_done
+    assert num_left > 0
+    assert state.seconds_left(now) == pytest.approx(40.0 * num_left)
+    assert state.seconds_left(now + 15.0) == pytest.approx(40.0 * num_left - 15.0)
+    failed = events.FailedCall("reward 'f' failed:\nTraceback ...\nValueError: service down", "p")
+    note = events.GroupScored(1, 0, 0, [1.0], [], [1], 0, 0.0, errors=[failed])
+    state.apply(FromWorker("rollout-0", now, note))
+    assert state.note == "reward 'f' failed: ValueError: service down"
 
 
 def test_columns_may_have_any_name(tmp_path):

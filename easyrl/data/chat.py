@@ -3,7 +3,7 @@
 import heapq
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from easyrl.config import ConfigError, DataConfig
@@ -221,6 +221,19 @@ def text_decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
         return str(tokenizer.decode(shown))
 
     return decode
+
+
+def end_tokens_of(tokenizer: Any, stop: Collection[str]) -> list[int]:
+    """Return tokens that end a completion beside those of the model's config, which may lack the
+    end of a turn: the tokenizer's own, and stop strings that are special tokens. These have no text
+    in which they could be found."""
+    found = []
+    if tokenizer.eos_token_id is not None:
+        found.append(int(tokenizer.eos_token_id))
+    for token_id, token in tokenizer.added_tokens_decoder.items():
+        if token.special and str(token) in stop:
+            found.append(token_id)
+    return found
 
 
 class ShownPictures(NamedTuple):

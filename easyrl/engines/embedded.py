@@ -567,9 +567,10 @@ class EmbeddedEngine(PolicyEngine):
         newest = tokens[rows, counts - 1]
         is_stopped = np.isin(newest, self.end_tokens)
         if self._stop is not None:
+            starts = self._rows["turn_start"][rows]
             for index in np.flatnonzero(~is_stopped):
-                so_far = tokens[rows[index], : counts[index]]
-                is_stopped[index] = self._stop.is_complete(so_far)
+                turn = tokens[rows[index], starts[index] : counts[index]]
+                is_stopped[index] = self._stop.is_complete(turn)
         is_full = counts >= self._rows["limit"][rows]
         for index in np.flatnonzero(is_stopped | is_full):
             self._stop_row(int(rows[index]), is_cut=not is_stopped[index])

@@ -201,11 +201,13 @@ def worst_to_best(run: History, limit: int) -> list[tuple[Line, int]]:
     file = run.folder / SAMPLES
     if not file.is_file():
         return []
-    lines = list(from_1(run.folder, GrowingFile(file).read()))
-    iterations = {line["iteration"] for line in lines}
-    newest = sorted(iterations)[-SAMPLED_ITERATIONS:]
-    recent = [line for line in lines if line["iteration"] in newest]
-    samples = sorted(folded(recent), key=_reward_of)
+    recent: dict[int, list[Line]] = {}  # by iteration
+    for line in from_1(run.folder, GrowingFile(file).read()):
+        recent.setdefault(line["iteration"], []).append(line)
+        if len(recent) > SAMPLED_ITERATIONS:
+            del recent[min(recent)]
+    lines = [line for iteration in sorted(recent) for line in recent[iteration]]
+    samples = sorted(folded(lines), key=_reward_of)
     if len(samples) <= limit:
         return samples
     last = len(samples) - 1

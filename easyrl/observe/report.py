@@ -10,7 +10,8 @@ import jinja2
 from markupsafe import Markup
 
 from easyrl import __version__
-from easyrl.config import KEYS, Config, by_name
+from easyrl.config import KEYS, Config, by_name, keys_marked
+from easyrl.config.section import MAY_CHANGE
 from easyrl.observe import plots
 from easyrl.observe.history import History, worst_to_best
 from easyrl.observe.lines import verdict_lines, with_error
@@ -107,7 +108,8 @@ def _find_best(runs: Sequence[History], summaries: Sequence[Mapping[str, Any]]) 
     different = _different_measures(runs)
     if different:
         keys = ", ".join(different[:3])
-        return Best(None, f"none is named, since {keys} differ: the runs measure different things")
+        verb = "differs" if len(different) == 1 else "differ"
+        return Best(None, f"none is named, since {keys} {verb}: the runs measure different things")
     from_best = sorted(reached, key=lambda result: result.value, reverse=True)  # ties keep order
     first, second = from_best[:2]
     name = runs[first.number].name
@@ -148,11 +150,14 @@ def _results_of(
 
 def _different_measures(runs: Sequence[History]) -> list[str]:
     """Return the settings that differ between the runs and decide what their results mean."""
+    of_machine = set(keys_marked(MAY_CHANGE)) - {"reward.on_error"}
     different = []
     for key in KEYS:
         section = key.partition(".")[0]
+        if section not in MEASURES or key in of_machine:
+            continue
         values = [run.settings[key] for run in runs]
-        if section in MEASURES and any(value != values[0] for value in values):
+        if any(value != values[0] for value in values):
             different.append(key)
     return different
 

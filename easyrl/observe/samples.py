@@ -13,7 +13,7 @@ from rich.text import Text
 from easyrl.events import JUDGE_REPLIES
 from easyrl.formatting import ConfigError, counted, printable, shorten
 from easyrl.observe.run_files import GrowingFile
-from easyrl.observe.text import safe, say_rich, shown
+from easyrl.observe.text import is_discarded, safe, say_rich, shown
 from easyrl.runtime.run_folder import PICTURES, from_1
 
 SAMPLES = "samples.jsonl"
@@ -73,6 +73,8 @@ def show_samples(
         wanted = deque(wanted, limit)
     before: Any = None  # prompt of the sample before
     for line, count in wanted:
+        if is_discarded():
+            return
         title = columns_of(line, MAX_VALUE)
         if count > 1:
             title.append(f"x{count}")

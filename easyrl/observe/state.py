@@ -107,6 +107,7 @@ class RunState:
     run: events.RunStarted | None = None
     workers: dict[str, WorkerState] = field(default_factory=dict)
     iteration_started: float | None = None  # None between iterations
+    _finished: list[float] = field(default_factory=list)  # when the newest iterations ended
     num_groups: int = 0  # finished groups of this iteration that will be trained
     lines: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     """Iteration, from 1 -> its line of `metrics.jsonl`."""
@@ -138,8 +139,9 @@ class RunState:
                 self.accuracies[number] = accuracy
             case events.IterationStarted(time):
                 self.iteration_started = time
-            case events.IterationFinished(_, metrics):
+            case events.IterationFinished(time, metrics):
                 self.iteration_started = None
+                self._finished = [*self._finished, time][-ETA_ITERATIONS - 1 :]
                 self.num_groups = 0
                 self.lines[metrics["iteration"]] = metrics
             case events.SavingModel(time):
@@ -191,7 +193,7 @@ class RunState:
                 if not event.is_rejected:
                     self.num_groups += 1
                 if event.errors:
-                    self.note = str(event.errors[-1]).splitlines()[0]
+                    self.note = _in_one_line(event.errors[-1])
                 if event.shown is not None:
                     without_texts = replace(event, samples=())
                     self.sampled = [without_texts, *self.sampled][:GROUPS_SHOWN]
@@ -211,15 +213,27 @@ class RunState:
         return fmean(line["perf/iteration_seconds"] for line in newest) if newest else None
 
     def seconds_left(self, now: float) -> float | None:
-        """Time until the end of the last iteration; None before the first has finished."""
+        """Time until the end of the last iteration, with evaluations and checkpoints as between the
+        newest ones; None before the first has finished."""
         mean = self.mean_iteration_seconds
         if mean is None or self.run is None:
             return None
+        num_between = len(self._finished) - 1
+        if num_between > 0:
+            mean = (self._finished[-1] - self._finished[0]) / num_between
         num_left = self.run.spec.schedule.iterations - self.num_done
         since_start = 0.0
-        if self.iteration_started is not None:
-            since_start = now - self.iteration_started
+        if self._finished:
+            since_start = now - self._finished[-1]
         return max(0.0, num_left * mean - min(since_start, mean))
+
+
+def _in_one_line(failed: events.FailedCall) -> str:
+    """Say what failed, and the error itself, which is the last line of a traceback."""
+    lines = failed.error.splitlines()
+    if len(lines) == 1:
+        return lines[0]
+    return f"{lines[0]} {lines[-1].strip()}"
 
 
 def main_kind(work: Mapping[SpanKind, float], seconds: float) -> SpanKind:

@@ -4,6 +4,7 @@ import contextlib
 import math
 import os
 import sys
+from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console, RenderableType
@@ -45,6 +46,14 @@ def say(text: str, stream: TextIO | None = None, keep: str = "\n\t") -> None:
     except OSError:  # the reader of a pipe is gone, or a disk is full: the run continues
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
+
+
+def is_discarded() -> bool:
+    """Return whether what is printed goes nowhere, as once the reader of a pipe is gone."""
+    try:
+        return os.path.samestat(os.fstat(sys.stdout.fileno()), Path(os.devnull).stat())
+    except (OSError, ValueError):  # no file
+        return False
 
 
 def say_once(already: set[str], key: str, text: str) -> None:

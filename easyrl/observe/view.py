@@ -443,6 +443,13 @@ def _figures(state: RunState, width: int) -> list[Text]:
     return lines
 
 
+def _mean(rewards: Sequence[float | None]) -> float | None:
+    """Return the mean of the rewards that there are: a skipped group has NaN, which is None where
+    it has been read from the trace."""
+    found = [reward for reward in rewards if reward is not None and not math.isnan(reward)]
+    return fmean(found) if found else None
+
+
 def _samples(state: RunState, width: int, height: int) -> list[RenderableType]:
     """Draw a completion of each of the newest groups below its prompt, as many as fit."""
     lines: list[RenderableType] = []
@@ -452,7 +459,7 @@ def _samples(state: RunState, width: int, height: int) -> list[RenderableType]:
         title = f"iteration {group.iteration}"
         if _has_rewards(state):
             reward = shown(sample.reward, ".3g")
-            mean = shown(fmean(group.rewards), ".3g")
+            mean = shown(_mean(group.rewards), ".3g")
             title += f", reward {reward} (mean of the group {mean})"
         branches = sample.episode.get("branches")
         if branches:

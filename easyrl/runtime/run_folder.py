@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from shlex import quote
-from typing import IO, Any
+from typing import IO, Any, BinaryIO
 
 from easyrl import __version__, events
 from easyrl.config import INPUTS, ConfigError
@@ -37,6 +37,7 @@ PRIVATE = 0o700  # mode of new run folders: prompts, completions and tracebacks 
 PICTURES = "pictures"  # folder of small pictures
 ID_DIGITS = 16  # of a picture's file name
 REWARD_ERRORS = "reward_errors.jsonl"
+BLOCK_BYTES = 2**20  # that are read at a time
 GROWING = ("metrics.jsonl", "samples.jsonl", REWARD_ERRORS)
 """Files that grow by whole lines; a resumed run cuts them back to its checkpoint."""
 
@@ -87,9 +88,8 @@ class RunFolder:
         """Cut the growing files back to these sizes in bytes, 0 where there is none."""
         for name in self.file_sizes():
             file = self.path / name
-            # To a line's end: after a power failure the file may be shorter than that.
-            kept = file.read_bytes()[: sizes.get(name, 0)]
-            os.truncate(file, kept.rfind(b"\n") + 1)
+            with file.open("r+b") as stream:
+                stream.truncate(_end_of_line(stream, sizes.get(name, 0)))
 
     def close(self) -> None:
         os.close(self._lock)
@@ -301,13 +301,29 @@ def lock_folder(folder: Path) -> int:
     return descriptor
 
 
+def _end_of_line(stream: BinaryIO, most: int) -> int:
+    """Return where the last whole line within the first `most` bytes ends. The file may be shorter,
+    after a power failure, or of many GB."""
+    end = min(most, stream.seek(0, os.SEEK_END))
+    while end > 0:
+        start = max(0, end - BLOCK_BYTES)
+        stream.seek(start)
+        newline = stream.read(end - start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
+        end = start
+    return 0
+
+
 def is_locked(folder: Path) -> bool:
     """Return whether a run is writing the folder. Raises OSError if it cannot be opened."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:  # locked, or a file system without locks
+    except BlockingIOError:
         return True
+    except OSError:  # a file system without locks: a run that has ended has a summary
+        return not (folder / "summary.json").exists()
     finally:
         os.close(descriptor)
     return False
@@ -335,6 +351,8 @@ def refuse_existing(folder: Path, *, but_inputs: bool = True) -> None:
 
 def free_name(folder: Path) -> str:
     """Return a name for a run that follows the one in this folder: RUN-2, RUN-3, ..."""
+    if folder.name in ("", ".."):  # `.`, which would give a hidden folder in it
+        folder = folder.resolve()
     number = 2
     while Path(f"{folder}-{number}").exists():
         number += 1
