@@ -2,6 +2,7 @@
 
 import os
 import signal
+import string
 import sys
 from contextlib import ExitStack, closing
 from subprocess import PIPE
@@ -9,6 +10,7 @@ from subprocess import PIPE
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import LlamaTokenizer
 
 from easyrl.config import ConfigError, load_config
 from easyrl.data.datasets import open_prompts
@@ -411,6 +413,28 @@ def test_templates_that_cannot_continue_are_refused(template, word):
     with pytest.raises(ConfigError) as raised:
         conversations(template)
     assert word in str(raised.value)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_messages_behind_an_answer_have_the_tokens_of_the_whole_conversation(legacy):
+    """Llama's tokenizer begins a text with a space, and behind a special token only if `legacy`."""
+    letters = [*string.ascii_letters, *"[]/ \n▁"]
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters]
+    vocabulary = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    template = (
+        "{% for message in messages %}{% if message.role == 'assistant' %}{{ message.content }}</s>"
+        "{% else %}[INST]{{ message.content }}[/INST]{% endif %}{% endfor %}"
+    )
+    tokenizer = LlamaTokenizer(vocab=vocabulary, merges=[], legacy=legacy, chat_template=template)
+    spec = resolve(load_config(None, {"rollout.environment": "guess"})).episodes
+    game = Interface([], is_game=True, has_reward=False)
+    end = tokenizer.eos_token_id
+    conversations = Conversations(spec, tokenizer, game, [end])
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    observed = [{"role": "user", "content": "hi"}]
+    whole = tokenizer.apply_chat_template([*talk, *observed], return_dict=False)
+    assert conversations.suffix(observed, end) == whole[whole.index(end) + 1 :]
+    assert conversations.suffix(observed, 0) == whole[whole.index(end) :]  # ended by a stop string
 
 
 @given(st.lists(st.integers(0, 2)), st.lists(st.integers(0, 2)), st.lists(st.integers(0, 2)))

@@ -302,12 +302,20 @@ class Conversations:
                 "generation_config.json) between a tool call and its result, got "
                 f"{behind.partition(RESULT)[0]!r:.200}"
             )
-        if self._pictures is None:
-            ids = self._tokenizer(rest, add_special_tokens=False)["input_ids"]
-        else:
-            ids = self._pictures.ids_behind_answer(rest, messages)
         end_token = min(self._ends, default=0) if end is None else end.token
-        return _Suffix(end_token, ids)
+        if end is not None:
+            # Not as the beginning of a text, before which some tokenizers put a space.
+            ids = self._tokenize(self._ends[end_token] + rest, messages)
+            if ids[0] == end_token:
+                return _Suffix(end_token, ids[1:])
+        return _Suffix(end_token, self._tokenize(rest, messages))
+
+    def _tokenize(self, text: str, messages: Messages) -> list[int]:
+        """`messages`: those with pictures that the text shows."""
+        if self._pictures is not None:
+            return self._pictures.ids_behind_answer(text, messages)
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
 
     def _first_end(self, text: str) -> _End | None:
         """Return the first end token in a text."""
