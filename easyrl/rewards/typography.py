@@ -54,20 +54,32 @@ DECIMALS = re.compile(
 )  # 0.123\,4
 FRACTION_SIGN = "\u00bc-\u00be\u2150-\u215e"  # ½, for a character class
 WHOLE_PART = r"(?P<whole>\d{1,3}(?:,\d{3}){1,4}|\d{1,15})"
-BEHIND_MIXED_NUMBER = r"""(?=
-    [ ]?(?:\Z|[})\]$*+<=>≈,;:.?!-](?!\d)|\\[)\]]|\\?%|°|-\d)
-    |(?:[ ~]|\\[,;:\ ])*\\(?:text|mathrm|mbox|times|cdot|approx|le|ge|q?quad)
-    |\s[A-Za-z]{2}|\s*\n
-)"""
-"""What may follow a mixed number: no factor, as in `3 1/2 x`, which `7/2 x` would divide by."""
+ALONE = re.compile(
+    r"""
+    (?:[ ~]|\\[,;:!\ ])*+
+    (?:
+        \Z|[})\]$*+<=>≈,;?!|"'`\u2019\u2013\u2014-]|[.:](?!\d)|\n|°|\\?%
+        |\\(?:[)\]\\]|text|mathrm|mbox|right|times|cdot|approx|leq?|geq?|q?quad)
+        |[mLlhgst](?![\w^²³(])  # a unit
+        |(?<=\s)\(?[A-Za-z]{2}
+    )
+    """,
+    re.VERBOSE,
+)
+"""What may follow a fraction that is written without parentheses: no factor, as in `7/2 x`, which
+the fraction would divide by."""
 MIXED_NUMBER = re.compile(
     rf"""
-    (?<![\w.,:/^'\u2019)}}])
+    (?<![\w.:^'\u2019)}}])
     (?:
-        {WHOLE_PART}(?:[ ]|[ ]?{ONE_SPACE}[ ]?)(?P<numerator>\d{{1,3}})/(?P<denominator>\d{{1,4}})
-        |(?:{WHOLE_PART.replace("whole", "whole_of_sign")}[ ]?)?(?P<sign>[{FRACTION_SIGN}])
+        (?<!\d[,/]){WHOLE_PART}
+        (?:
+            (?:[ ]|[ ]?{ONE_SPACE}[ ]?)(?P<numerator>\d{{1,3}})/(?P<denominator>\d{{1,4}})
+            |[ ]?(?P<sign>[{FRACTION_SIGN}])
+        )
+        |(?P<sign_alone>[{FRACTION_SIGN}])
     )
-    {BEHIND_MIXED_NUMBER}
+    (?!\d)
     """,
     re.VERBOSE,
 )
@@ -78,14 +90,15 @@ MIXED_FORMULA = re.compile(
     {WHOLE_PART}(?:[ ]|{ONE_SPACE}){{0,3}}\\[dt]?frac[ ]*
     (?:\{{(?P<numerator>\d{{1,3}})\}}|(?P<one_digit>\d))[ ]*
     (?:\{{(?P<denominator>\d{{1,4}})\}}|(?P<other_digit>\d))
-    {BEHIND_MIXED_NUMBER}
+    (?!\d)
     """,
     re.VERBOSE,
 )
 r"""`3\frac{1}{2}`. Only within a formula math-verify reads it as it is meant."""
 BEFORE_PART_OF_LIST = re.compile(rf"\d(?:[ ]|{ONE_SPACE})*\Z", re.VERBOSE)
-BEFORE_ARGUMENT = re.compile(r"(?:[/÷^_]|\\(?!approx|sim|le|ge|q?quad|times|cdot)[A-Za-z]+)[ ]*\Z")
-r"""What takes only the first of two numbers: `1/3 1/2`, `\sqrt 2 1/2`, `\div 3 1/2`."""
+BEFORE_ARGUMENT = re.compile(r"(?:[\^_]|\\(?:[dt]?frac|sqrt|log|ln|lg|exp|sin|cos|tan))[ ]*\Z")
+r"""What takes only the first of two numbers: `\sqrt 2 1/2`."""
+BEFORE_DIVISOR = re.compile(r"(?:[/÷]|\\div)[ ]*\Z")
 NUM_CHARACTERS_BEFORE = 20  # that are looked at before a mixed number
 SPACE_BETWEEN_DIGITS = re.compile(rf"(?<=[\d,])\s?(?:{SPACING_COMMAND})\s?(?=\d)")
 EMPTY_TEXT = re.compile(r"\\(?:text(?:bf|it|rm)?|mbox|math(?:bf|it|rm))\{[\s.]*\}")
@@ -137,19 +150,23 @@ def _improper_fraction(number: re.Match[str]) -> str:
     if BEFORE_PART_OF_LIST.search(before) or BEFORE_ARGUMENT.search(before):
         return number[0]
     parts = number.groupdict()
-    sign = parts.get("sign")
+    whole = parts["whole"] or "0"
+    sign = parts.get("sign") or parts.get("sign_alone")
     if sign is not None:
         # ½ is 1 FRACTION SLASH 2.
         numerator, _, denominator = unicodedata.normalize("NFKC", sign).partition("\u2044")
-        whole = parts["whole_of_sign"] or "0"
     else:
-        whole = parts["whole"]
         numerator = parts["numerator"] or parts["one_digit"]
         denominator = parts["denominator"] or parts["other_digit"]
     if int(numerator) >= int(denominator):
         return number[0]
     whole_number = int(whole.replace(",", ""))
-    return f"{whole_number * int(denominator) + int(numerator)}/{denominator}"
+    fraction = f"{whole_number * int(denominator) + int(numerator)}/{denominator}"
+    is_divisor = BEFORE_DIVISOR.search(before) is not None
+    if ALONE.match(number.string, number.end()) is not None and not is_divisor:
+        return fraction
+    # Within a formula math-verify reads LaTeX's mixed numbers as they are meant.
+    return number[0] if "\\frac" in number[0] else f"({fraction})"
 
 
 def _without_ending(formula: re.Match[str]) -> str:
