@@ -134,7 +134,7 @@ class Worker:
             model, "cpu", trust_remote_code=False, dtype="float32", pictures=pictures
         )
         tokenizer = self.tokenizer = tokenizer_of(spec.model)
-        policy.stop_at([tokenizer.eos_token_id])
+        policy.stop_at(tokenizer.eos_token_id)
         rows = num_rows or max_open * num
         self.engine = EmbeddedEngine(policy, sampling, num_rows=rows, tokenizer=tokenizer)
         self.engine_log = Recorder(self.engine)

@@ -21,7 +21,6 @@ from transformers import PreTrainedTokenizerFast, TopKLogitsWarper, TopPLogitsWa
 
 import recorded_graphs
 from easyrl.config.model import LoraConfig
-from easyrl.data.chat import end_tokens_of
 from easyrl.engines import (
     MAX_PREFIXES,
     embedded,
@@ -859,19 +858,19 @@ def test_a_turn_is_ended_by_its_own_text_alone():
     assert num_ended > 0
 
 
-def test_special_tokens_may_be_stop_strings():
+def test_a_special_token_may_be_a_stop_string():
     tokenizer = bytes_tokenizer()
-    eos = tokenizer.eos_token_id
-    assert end_tokens_of(tokenizer, ["<pad>", "a"]) == [eos, tokenizer.pad_token_id]
-    assert end_tokens_of(tokenizer, ["pad", "<eo"]) == [eos]
-    tokenizer.eos_token = None
-    assert end_tokens_of(tokenizer, []) == []
+    letter, special = 4, tokenizer.bos_token_id
+    finder = StopStrings(tokenizer, ["<bos>", "zz"])
+    assert finder.is_complete(np.array([letter, special], dtype=np.int32))
+    assert not finder.is_complete(np.array([special, letter], dtype=np.int32))
+    assert not StopStrings(tokenizer, ["bos"]).is_complete(np.array([special], dtype=np.int32))
 
 
 def make_turns_engine(family="qwen3", num_rows=4, **changes):
     policy = Policy(tiny_model(family, ATTENTION_NAME), torch.device("cpu"))
     for token in ENDS:
-        policy.stop_at([token])
+        policy.stop_at(token)
     return EmbeddedEngine(policy, replace(TURNS, **changes), num_rows=num_rows)
 
 

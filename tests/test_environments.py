@@ -415,6 +415,27 @@ def test_templates_that_cannot_continue_are_refused(template, word):
     assert word in str(raised.value)
 
 
+def test_a_stop_string_ends_the_turn_in_the_template_only_if_it_is_written_there():
+    tokenizer = chat_tokenizer(template=TEMPLATE)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["</answer>", "<|im_end|>"]})
+    answer, end_of_turn = tokenizer.convert_tokens_to_ids(["</answer>", "<|im_end|>"])
+    tokenizer.chat_template = (
+        "{% for message in messages %}<{{ message.role }}>{{ message.content }}<|im_end|>"
+        "{% endfor %}"
+    )
+    words = ["rollout.environment=guess", 'rollout.stop=["</answer>","<|im_end|>"]']
+    spec = resolve(load_config(words=words)).episodes
+    game = Interface([], is_game=True, has_reward=False)
+    talk = Conversations(spec, tokenizer, game, [tokenizer.eos_token_id])
+    observed = [{"role": "user", "content": "hi"}]
+    behind = tokenizer.encode("<user>hi<|im_end|>", add_special_tokens=False)
+    assert talk.suffix(observed, end_of_turn) == behind
+    assert talk.suffix(observed, answer) == [end_of_turn, *behind]
+    letters = tokenizer.encode("12", add_special_tokens=False)
+    assert talk.read_turn([*letters, end_of_turn], []).text == "12"
+    assert talk.read_turn([*letters, answer], []).text == "12</answer>"
+
+
 @pytest.mark.parametrize("legacy", [False, True])
 def test_messages_behind_an_answer_have_the_tokens_of_the_whole_conversation(legacy):
     """Llama's tokenizer begins a text with a space, and behind a special token only if `legacy`."""

@@ -100,6 +100,9 @@ def test_templates_fields_lists_and_samples(tmp_path):
         '{"reason": "one\ntwo", "score": 4}',
         '{"reason": "it wrote \\"{\\"", "score": 4}',
         '{"score": 1}, no: {"score": 4}',
+        'As asked, {"score": <number>}.\n{"score": 4}',
+        '{"score": 4}\n(the scale is {"score": N})',
+        'The set {"a", "b"} is right. {"score": 4}',
     ],
 )
 def test_a_field_is_found_among_braces_and_formulas(answer):

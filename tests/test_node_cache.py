@@ -37,7 +37,7 @@ def make_policy(family="qwen3"):
     model = tiny_model(family, ATTENTION_NAME, **WITH_STATES.get(family, {}))
     policy = Policy(model, torch.device("cpu"))
     for token in ENDS:
-        policy.stop_at([token])
+        policy.stop_at(token)
     return policy
 
 

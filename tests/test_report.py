@@ -134,6 +134,8 @@ def test_the_best_of_several_runs_is_named_only_where_they_can_be_told_apart(tmp
     assert best_of(runs["low"], waits).startswith("waits, ")
     other = make_run(tmp_path / "error", lines, "reward: {on_error: zero}")
     assert best_of(runs["low"], other).startswith("none is named, since reward.on_error differs")
+    warm = make_run(tmp_path / "warm", lines, "eval: {temperature: 1.0}")
+    assert best_of(runs["low"], warm).startswith("none is named, since eval.temperature differs")
     # In the overview, and in the table behind the figures.
     assert page_of(runs["low"], runs["high"]).count("★ best") == 2
     # The setting in which they differ stands before the results; what is equal stands once.

@@ -223,16 +223,13 @@ def text_decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
     return decode
 
 
-def end_tokens_of(tokenizer: Any, stop: Collection[str]) -> list[int]:
-    """Return tokens that end a completion beside those of the model's config, which may lack the
-    end of a turn: the tokenizer's own, and stop strings that are special tokens. These have no text
-    in which they could be found."""
-    found = []
-    if tokenizer.eos_token_id is not None:
-        found.append(int(tokenizer.eos_token_id))
+def special_stops(tokenizer: Any, stop: Collection[str]) -> dict[int, str]:
+    """Return the stop strings that are special tokens, by their ids. In the text of a completion
+    (`text_decoder`) they are not found."""
+    found = {}
     for token_id, token in tokenizer.added_tokens_decoder.items():
         if token.special and str(token) in stop:
-            found.append(token_id)
+            found[token_id] = str(token)
     return found
 
 

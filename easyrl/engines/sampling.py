@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from easyrl.data.chat import text_decoder
+from easyrl.data.chat import special_stops, text_decoder
 from easyrl.model.logprobs import BLOCK, block_sums, shifted_scores
 from easyrl.types import Float64, Int32
 
@@ -141,6 +141,7 @@ class StopStrings:
 
     def __init__(self, tokenizer: Any, strings: Sequence[str]) -> None:
         self._decode = text_decoder(tokenizer)
+        self._special_tokens = special_stops(tokenizer, strings)
         self._strings = tuple(strings)
         self._last_characters = {string[-1] for string in strings}
         longest = max(len(string.encode()) for string in strings)
@@ -155,6 +156,8 @@ class StopStrings:
     def is_complete(self, token_ids: Int32) -> bool:
         """Return whether the text of `token_ids` [R] contains one of the strings, given that the
         text without the last token does not."""
+        if int(token_ids[-1]) in self._special_tokens:
+            return True
         newest = self._text_of(int(token_ids[-1]))
         has_last_character = not self._last_characters.isdisjoint(newest)
         if not has_last_character and INCOMPLETE not in newest:

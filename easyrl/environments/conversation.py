@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from easyrl.config import ConfigError
 from easyrl.config.spec import EpisodeSpec
-from easyrl.data.chat import NO_CHAT_TEMPLATE, render_prompt
+from easyrl.data.chat import NO_CHAT_TEMPLATE, render_prompt, special_stops
 from easyrl.environments.loading import Interface
 from easyrl.environments.pictures import EpisodePictures
 from easyrl.environments.tool_calls.calls import (
@@ -103,6 +103,9 @@ class Conversations:
         self._format: str = spec.tool_format
         self._ends = {token: tokenizer.decode([token]) for token in sorted(end_tokens)}
         """Texts of the tokens that end an answer."""
+        for token, written in special_stops(tokenizer, spec.stop).items():
+            if self._ends_answer(written):
+                self._ends[token] = written
         self._writes_text = False  # the template takes arguments as JSON in a text
         self._refusal = ""  # why the template writes no call
         self._remembered_suffix = lru_cache(MAX_SUFFIXES)(self._suffix_of_json)
@@ -171,6 +174,17 @@ class Conversations:
         """Render messages as the template writes them. Raises whatever the template raises."""
         variables = {**self._variables, **options}
         return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **variables))
+
+    def _ends_answer(self, token: str) -> bool:
+        """Return whether the template writes this token right behind an answer."""
+        user = {"role": "user", "content": "a"}
+        answer = {"role": "assistant", "content": ANSWER}
+        try:
+            text = self._render([user, answer, user])
+        except Exception:  # a template is a program and may raise anything
+            return False
+        behind = text.rpartition(ANSWER)[2]
+        return behind.lstrip().startswith(token)
 
     # -- the format of calls ----------------------------------------------------------------------
 

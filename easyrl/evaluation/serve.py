@@ -15,7 +15,6 @@ from easyrl.agents.episodes import AgentEpisodes
 from easyrl.agents.protocols.base import Request
 from easyrl.agents.sequences import Episode, Group
 from easyrl.config import Config, ConfigError
-from easyrl.data.chat import end_tokens_of
 from easyrl.engines.embedded import EmbeddedEngine
 from easyrl.model.export import find_model
 from easyrl.model.loading import load_policy, picture_input
@@ -76,8 +75,8 @@ def serve(config: Config, port: int) -> None:
         )
     if policy.no_packing_reason is not None:
         raise ConfigError(f"model.path: '{spec.model.path}': {policy.no_packing_reason}")
+    policy.stop_at(renderer.tokenizer.eos_token_id)
     sampling = sampling_settings(spec.engine, spec.limits, spec.sampling, has_branches=True)
-    policy.stop_at(end_tokens_of(renderer.tokenizer, sampling.stop))
     engine = EmbeddedEngine(policy, sampling, num_rows=NUM_ROWS, tokenizer=renderer.tokenizer)
     no_agents: Any = SimpleNamespace(report=say, connections=(), poll=int, loaded=int)
     requests = _Requests(episodes, no_agents, endpoint, max_open_groups=0)

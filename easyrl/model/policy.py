@@ -77,11 +77,10 @@ class Policy:
     def vocabulary_size(self) -> int:
         return int(self.model.config.get_text_config().vocab_size)
 
-    def stop_at(self, token_ids: Iterable[int]) -> None:
-        """Also end completions at these tokens (`data.chat.end_tokens_of`)."""
-        for token_id in token_ids:
-            if token_id not in self.eos_token_ids:
-                self.eos_token_ids.append(token_id)
+    def stop_at(self, token_id: int | None) -> None:
+        """Also end completions at this token: a chat model's config may lack that of a turn."""
+        if token_id is not None and token_id not in self.eos_token_ids:
+            self.eos_token_ids.append(token_id)
 
     # -- how its layers run ------------------------------------------------------------------------
 

@@ -150,11 +150,12 @@ def _results_of(
 
 def _different_measures(runs: Sequence[History]) -> list[str]:
     """Return the settings that differ between the runs and decide what their results mean."""
-    of_machine = set(keys_marked(MAY_CHANGE)) - {"reward.on_error"}
+    may_change = set(keys_marked(MAY_CHANGE)) - {"reward.on_error"}
     different = []
     for key in KEYS:
         section = key.partition(".")[0]
-        if section not in MEASURES or key in of_machine:
+        is_of_machine = section == "reward" and key in may_change
+        if section not in MEASURES or is_of_machine:
             continue
         values = [run.settings[key] for run in runs]
         if any(value != values[0] for value in values):

@@ -3,6 +3,7 @@
 It has no clock: callers pass the time they ask about, on the clock of the events.
 """
 
+import re
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -222,18 +223,22 @@ class RunState:
         if num_between > 0:
             mean = (self._finished[-1] - self._finished[0]) / num_between
         num_left = self.run.spec.schedule.iterations - self.num_done
-        since_start = 0.0
-        if self._finished:
-            since_start = now - self._finished[-1]
+        started = self._finished[-1] if self._finished else self.iteration_started
+        since_start = 0.0 if started is None else now - started
         return max(0.0, num_left * mean - min(since_start, mean))
 
 
+ERROR_LINE = re.compile(r"[A-Za-z_][\w.]*(?:: \S|$)")
+"""`ValueError: no`, or `TimeoutError`."""
+
+
 def _in_one_line(failed: events.FailedCall) -> str:
-    """Say what failed, and the error itself, which is the last line of a traceback."""
-    lines = failed.error.splitlines()
-    if len(lines) == 1:
-        return lines[0]
-    return f"{lines[0]} {lines[-1].strip()}"
+    """Say what failed, and with which error: its name and message stand behind a traceback."""
+    first, *others = failed.error.splitlines()
+    for line in reversed(others):
+        if ERROR_LINE.match(line):
+            return f"{first} {line}"
+    return first
 
 
 def main_kind(work: Mapping[SpanKind, float], seconds: float) -> SpanKind:

@@ -50,6 +50,8 @@ def say(text: str, stream: TextIO | None = None, keep: str = "\n\t") -> None:
 
 def is_discarded() -> bool:
     """Return whether what is printed goes nowhere, as once the reader of a pipe is gone."""
+    if sys.stdout is None:  # closed by the shell: `>&-`
+        return True
     try:
         return os.path.samestat(os.fstat(sys.stdout.fileno()), Path(os.devnull).stat())
     except (OSError, ValueError):  # no file

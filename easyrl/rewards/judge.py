@@ -64,6 +64,7 @@ MAX_RETRIES = {"": 0, "judge_cut_off": 3, "judge_unreadable": 3}  # by `JudgeErr
 MAX_RETRIES_OF_OTHERS = 7
 RETRIED_STATUSES = (408, 409, 425, 429)
 """Beside 5xx: a server behind this one was too slow, something is locked, too early, too often."""
+BRACE = re.compile("[{}]")
 OBJECT = re.compile(r'\{\s*"')
 """Where a JSON object begins, and no formula."""
 BACKSLASH = re.compile(r'\\(?:["\\/bfnrt]|u[0-9A-Fa-f]{4})|(\\)')
@@ -636,9 +637,10 @@ def _after_thinking(text: str) -> str | None:
 
 
 def _field_in(text: str, field: str) -> Any:
-    """Return the field of the last JSON object in a text that has it, else None: also where an
-    object cannot be read, whose parts might be taken for it. Braces of formulas may stand around
-    it. Its strings may have line breaks, and LaTeX with single backslashes."""
+    """Return the field of the last JSON object in a text that has it, else None. Other braces may
+    stand around it. Its strings may have line breaks, and LaTeX with single backslashes. Parts of
+    an object that cannot be read are not looked at; one that never ends may be the verdict, so that
+    there is none."""
     text = BACKSLASH.sub(_with_escape, text)
     decoder = json.JSONDecoder(strict=False)
     value = None
@@ -647,10 +649,24 @@ def _field_in(text: str, field: str) -> Any:
         try:
             found, end = decoder.raw_decode(text, begin.start())
         except (ValueError, RecursionError):
-            return None
-        value = found.get(field, value)
+            closing = _closing_brace(text, begin.start())
+            if closing is None:
+                return None
+            end = closing
+        else:
+            value = found.get(field, value)
         begin = OBJECT.search(text, end)
     return value
+
+
+def _closing_brace(text: str, start: int) -> int | None:
+    """Return where the braces end that open at `start`; None if they do not."""
+    depth = 0
+    for brace in BRACE.finditer(text, start):
+        depth += 1 if brace[0] == "{" else -1
+        if depth == 0:
+            return brace.end()
+    return None
 
 
 def _with_escape(backslash: re.Match[str]) -> str:

@@ -25,7 +25,7 @@ from easyrl.channels.ring_buffer import RingPort
 from easyrl.config import ConfigError
 from easyrl.config.rollout import SamplingChoice
 from easyrl.config.spec import EngineSpec, RolloutSpec, TokenLimits
-from easyrl.data.chat import end_tokens_of, render_prompt
+from easyrl.data.chat import render_prompt, special_stops
 from easyrl.data.pictures import thumbnail
 from easyrl.engines.base import Engine, GroupRequest
 from easyrl.engines.embedded import EmbeddedEngine
@@ -193,7 +193,7 @@ class RolloutWorker:
             dtype=model.dtype,
             pictures=picture_input(model),
         )
-        policy.stop_at(end_tokens_of(self.tokenizer, sampling.stop))
+        policy.stop_at(self.tokenizer.eos_token_id)
         self.control.send(events.Starting("preparing the engine"))
         reason = policy.no_packing_reason
         if reason is None:
@@ -221,7 +221,8 @@ class RolloutWorker:
             self.spec.model,
             sampling,
             device=settings.device,
-            stop_at=end_tokens_of(self.tokenizer, sampling.stop),
+            stop_at=self.tokenizer.eos_token_id,
+            special_stops=special_stops(self.tokenizer, sampling.stop),
             max_concurrent_groups=settings.max_concurrent_groups,
             num_generations=self.sampling.num_samples,
             memory_fraction=settings.memory_fraction or own_fraction,

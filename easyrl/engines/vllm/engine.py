@@ -117,7 +117,8 @@ class VllmEngine(Engine):
         device: str,
         max_concurrent_groups: int,
         num_generations: int,
-        stop_at: Collection[int] = (),
+        stop_at: int | None = None,
+        special_stops: Collection[int] = (),
         memory_fraction: float = 0.9,
         is_device_shared: bool = False,
         tensor_parallel_size: int = 1,
@@ -125,11 +126,12 @@ class VllmEngine(Engine):
         is_deterministic: bool = False,
         number: int = 0,
     ) -> None:
-        """Start vLLM's processes and load the model. `stop_at`: tokens that end completions,
-        besides the model's own. `memory_fraction`: part of an accelerator's memory for weights and
-        KV cache; `is_device_shared`: the trainer uses it too. `number`: engines with one seed and
-        different numbers draw different samples. Raises ConfigError if vLLM does not support the
-        model or has too little memory for it."""
+        """Start vLLM's processes and load the model. `stop_at`: a token that ends completions,
+        besides the model's own; `special_stops`: stop strings that are tokens without a text.
+        `memory_fraction`: part of an accelerator's memory for weights and KV cache;
+        `is_device_shared`: the trainer uses it too. `number`: engines with one seed and different
+        numbers draw different samples. Raises ConfigError if vLLM does not support the model or has
+        too little memory for it."""
         super().__init__(sampling)
         self.policy_version = -1
         self._is_deterministic = is_deterministic
@@ -151,8 +153,10 @@ class VllmEngine(Engine):
         config = load_model_config(model.path, trust_remote_code=model.trust_remote_code)
         tower_arguments, banned = media_settings(model, config, sampling, kind)
         has_states = elements_of_states(config.get_text_config().to_dict()) > 0
-        end_tokens = {*load_eos_token_ids(model.path, config), *stop_at}
-        self._parameters = sampling_parameters(sampling, end_tokens)
+        end_tokens = {*load_eos_token_ids(model.path, config)}
+        if stop_at is not None:
+            end_tokens.add(stop_at)
+        self._parameters = sampling_parameters(sampling, end_tokens.union(special_stops))
         self.end_tokens = sorted(end_tokens)
         num_rows = max_concurrent_groups * num_generations
         max_tokens = sampling.max_sequence_length

@@ -6,7 +6,7 @@ from typing import Any
 
 from easyrl.config import ConfigError
 from easyrl.config.spec import OptimizerSpec, RunSpec
-from easyrl.data.chat import ShownPictures, check_prompts, end_tokens_of
+from easyrl.data.chat import ShownPictures, check_prompts
 from easyrl.data.hub import BUILT_IN_MODELS
 from easyrl.data.pictures import PictureError, PictureSize, size_of
 from easyrl.data.presets import PRESETS
@@ -147,9 +147,8 @@ def _check_conversations(spec: RunSpec, interfaces: Interfaces, tokenizer: Any) 
     model_config = model_config_of(spec.model)
     for interface in interfaces.values():
         assert spec.episodes is not None
-        end_tokens = {*load_eos_token_ids(spec.model.path, model_config)}
-        end_tokens.update(end_tokens_of(tokenizer, spec.episodes.stop))
-        Conversations(spec.episodes, tokenizer, interface, end_tokens)
+        end_tokens = {*load_eos_token_ids(spec.model.path, model_config), tokenizer.eos_token_id}
+        Conversations(spec.episodes, tokenizer, interface, end_tokens - {None})
 
 
 def check_first_prompt(
