@@ -223,8 +223,12 @@ class RunState:
         if num_between > 0:
             mean = (self._finished[-1] - self._finished[0]) / num_between
         num_left = self.run.spec.schedule.iterations - self.num_done
-        started = self._finished[-1] if self._finished else self.iteration_started
-        since_start = 0.0 if started is None else now - started
+        started = self.iteration_started
+        if self._finished:
+            started = self._finished[-1]
+        since_start = 0.0
+        if started is not None:
+            since_start = now - started
         return max(0.0, num_left * mean - min(since_start, mean))
 
 

@@ -66,7 +66,7 @@ RETRIED_STATUSES = (408, 409, 425, 429)
 """Beside 5xx: a server behind this one was too slow, something is locked, too early, too often."""
 BRACE = re.compile("[{}]")
 OBJECT = re.compile(r'\{\s*"')
-"""Where a JSON object begins, and no formula."""
+"""The beginning of a JSON object. The braces of formulas do not begin so."""
 BACKSLASH = re.compile(r'\\(?:["\\/bfnrt]|u[0-9A-Fa-f]{4})|(\\)')
 """A backslash in JSON; group 1: one that escapes nothing, as in LaTeX."""
 MAX_REPLY = 2000  # characters of an answer in samples.jsonl

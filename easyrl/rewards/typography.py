@@ -66,8 +66,8 @@ ALONE = re.compile(
     """,
     re.VERBOSE,
 )
-"""What may follow a fraction that is written without parentheses: no factor, as in `7/2 x`, which
-the fraction would divide by."""
+"""What may follow `7/2`. Before anything else it is written `(7/2)`, since `7/2 x` would be read as
+7/(2x)."""
 MIXED_NUMBER = re.compile(
     rf"""
     (?<![\w.:^'\u2019)}}])
