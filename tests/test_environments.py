@@ -2,7 +2,6 @@
 
 import os
 import signal
-import string
 import sys
 from contextlib import ExitStack, closing
 from subprocess import PIPE
@@ -10,7 +9,6 @@ from subprocess import PIPE
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import LlamaTokenizer
 
 from easyrl.config import ConfigError, load_config
 from easyrl.data.datasets import open_prompts
@@ -27,7 +25,7 @@ from easyrl.runtime.resolve import resolve
 from easyrl.types import Prompt
 from own_processes import popen
 from runs import wait_until
-from tool_models import TEMPLATE, call, chat_tokenizer, example
+from tool_models import TEMPLATE, call, chat_tokenizer, example, llama_tokenizer
 
 ENVIRONMENTS = '''
 import os, random, signal, sys, time
@@ -439,14 +437,11 @@ def test_a_stop_string_ends_the_turn_in_the_template_only_if_it_is_written_there
 @pytest.mark.parametrize("legacy", [False, True])
 def test_messages_behind_an_answer_have_the_tokens_of_the_whole_conversation(legacy):
     """Llama's tokenizer begins a text with a space, and behind a special token only if `legacy`."""
-    letters = [*string.ascii_letters, *"[]/ \n▁"]
-    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters]
-    vocabulary = {name: number for number, name in enumerate(dict.fromkeys(names))}
     template = (
         "{% for message in messages %}{% if message.role == 'assistant' %}{{ message.content }}</s>"
         "{% else %}[INST]{{ message.content }}[/INST]{% endif %}{% endfor %}"
     )
-    tokenizer = LlamaTokenizer(vocab=vocabulary, merges=[], legacy=legacy, chat_template=template)
+    tokenizer = llama_tokenizer(legacy=legacy, chat_template=template)
     spec = resolve(load_config(None, {"rollout.environment": "guess"})).episodes
     game = Interface([], is_game=True, has_reward=False)
     end = tokenizer.eos_token_id

@@ -8,12 +8,19 @@ from tokenizers import Tokenizer, decoders, models, processors
 from transformers import PreTrainedTokenizerFast
 
 from easyrl.config import ConfigError, load_config
-from easyrl.data.chat import check_prompts, read_messages, render_prompt, text_decoder
+from easyrl.data.chat import (
+    check_prompts,
+    encode_behind,
+    read_messages,
+    render_prompt,
+    text_decoder,
+)
 from easyrl.data.datasets import open_prompts
 from easyrl.engines.sampling import StopStrings
 from easyrl.model.files import load_tokenizer
 from easyrl.runtime.resolve import resolve
 from runs import write_rows
+from tool_models import llama_tokenizer
 
 BRACES = "{answer} {{}} %s {"
 ROW = {"question": "2+3?", "answer": "5", "level": 4, "notes": None, "braces": BRACES}
@@ -239,6 +246,17 @@ def test_rewards_see_tags_and_no_other_special_tokens():
     ids = tokenizer("<bos><think>is it 5?</think>\nIt is 6.<|turn|><eos><pad>")["input_ids"]
     assert text_decoder(tokenizer)(ids) == "<think>is it 5?</think>\nIt is 6."
     assert StopStrings(tokenizer, ["</think>"]).is_complete(np.array(ids[:11], np.int32))
+
+
+@pytest.mark.parametrize("text", ["b", " b", "\nb", ""])
+def test_a_text_behind_others_begins_without_a_space(text):
+    """Llama's tokenizer puts one before a text."""
+    llama = llama_tokenizer(legacy=False)
+    behind = llama(f"a{text}", add_special_tokens=False)["input_ids"]
+    begin = llama("a", add_special_tokens=False)["input_ids"]
+    assert begin + encode_behind(text, llama) == behind
+    tiny = characters(TURNS)
+    assert encode_behind(text, tiny) == tiny(text, add_special_tokens=False)["input_ids"]
 
 
 def test_a_stop_string_is_found_behind_a_picture_and_not_across_one():

@@ -1,9 +1,10 @@
 """A random chat model that makes tool calls: its vocabulary has whole ones. The docs' examples."""
 
 import re
+import string
 from pathlib import Path
 
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, LlamaTokenizer
 
 from easyrl.data.hub import resolve_model
 from tiny_models import tiny_model
@@ -30,6 +31,14 @@ def chat_tokenizer(calls=(), template=TEMPLATE):
     tokenizer.add_tokens([*calls])
     tokenizer.chat_template = template
     return tokenizer
+
+
+def llama_tokenizer(**settings):
+    """Make a tokenizer of Llama's kind with a token for each character."""
+    letters = [*string.ascii_letters, *"[]/ \n▁"]
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters]
+    vocabulary = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return LlamaTokenizer(vocab=vocabulary, merges=[], **settings)
 
 
 def chat_model(folder, calls=(), template=TEMPLATE, context=1024):

@@ -16,7 +16,7 @@ from easyrl.agents.protocols.base import Choice, IssuedCall, Request
 from easyrl.agents.sequences import Episode, RecordedText, Sequence
 from easyrl.config import ConfigError
 from easyrl.config.spec import EpisodeSpec
-from easyrl.data.chat import render_prompt, text_decoder
+from easyrl.data.chat import encode_behind, render_prompt, text_decoder
 from easyrl.engines.base import Turn
 from easyrl.environments.conversation import Conversations
 from easyrl.environments.episodes import extended
@@ -77,10 +77,7 @@ class History:
         if continued is None:
             return render_prompt(prompt, self._tokenizer)
         rest = prompt[len(continued.text) :]
-        return continued.recorded.ids + self._encode(rest)
-
-    def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return continued.recorded.ids + encode_behind(rest, self._tokenizer)
 
     def _place_chat(self, episode: Episode, request: Request) -> Placed:
         tools = _as_key(request.tools)
@@ -127,7 +124,7 @@ class History:
         if new.added:
             if ids[-1] in self._end_tokens:
                 ids.pop()
-            ids += self._encode(new.added)
+            ids += encode_behind(new.added, self._tokenizer)
         # The tools that the tokens show: a turn without tools continues one that has them.
         conversations = self._conversations_with(answer.tools)
         last_token = ids[-1]

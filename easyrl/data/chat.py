@@ -197,6 +197,19 @@ def _encode(text: str, tokenizer: Any) -> list[int]:
     return ids  # special tokens change how the text is divided
 
 
+def encode_behind(text: str, tokenizer: Any) -> list[int]:
+    """Tokenize a text that stands behind other tokens, without special tokens of the tokenizer's
+    own. Some tokenizers put a space before a text, so it is read behind the end token."""
+    end = tokenizer.eos_token_id
+    added_token = tokenizer.added_tokens_decoder.get(end)
+    if added_token is not None and not added_token.rstrip:  # else it takes the text's space
+        whole: list[int] = tokenizer(f"{added_token}{text}", add_special_tokens=False)["input_ids"]
+        if whole[:1] == [end]:
+            return whole[1:]
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
 def text_decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
     """Return a function from the tokens of a completion to its text.
 

@@ -11,7 +11,7 @@ is a function of the prompts that were added and of their order alone.
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import NamedTuple
+from itertools import accumulate
 
 from easyrl.engines import COPIED_TOKENS, MIN_PREFIX_TOKENS, MIN_TOKENS_OF_LEVEL
 from easyrl.engines.cache.cache import MAX_LEVELS
@@ -19,38 +19,37 @@ from easyrl.layout.prefixes import PrefixIds, num_common
 from easyrl.types import Int32
 
 
-class _Range(NamedTuple):
-    """Prompts side by side in the sorted list, which have a beginning in common."""
-
-    first: int
-    stop: int
-    cut: int  # tokens before the last cut of all of them
-
-
 class PromptPrefixes:
     """The prompts of a round, and the beginnings that several of them have in common."""
 
     def __init__(self) -> None:
         self._prompts = list[PrefixIds]()  # sorted by their keys
-        self._cuts = list[list[int]]()  # of each prompt; out of date where there are fewer
+        self._with_last = list[int]()
+        """Tokens that each prompt has in common with the one before it; the first has none."""
 
     def add(self, prompts: Sequence[Int32]) -> None:
         """Add prompts [P] each. The last token of a prompt is never a part of a beginning: its
         logits are needed."""
-        self._prompts += [PrefixIds.of(ids[:-1]) for ids in prompts]
-        self._prompts.sort(key=lambda prompt: prompt.key)
-        self._cuts = []
+        for ids in prompts:
+            added = PrefixIds.of(ids[:-1])
+            place = self._place_of(added)
+            with_last = 0
+            if place > 0:
+                with_last = num_common(added.ids, self._prompts[place - 1].ids)
+            if place < len(self._prompts):
+                self._with_last[place] = num_common(added.ids, self._prompts[place].ids)
+            self._prompts.insert(place, added)
+            self._with_last.insert(place, with_last)
+
+    def _place_of(self, prompt: PrefixIds) -> int:
+        return bisect_left(self._prompts, prompt.key, key=lambda each: each.key)
 
     def cuts_of(self, ids: Int32) -> list[int]:
         """Return the lengths of the beginnings behind which a prompt that was added is cut, the
         shortest first: of those in common with others, the ones that pay."""
-        if len(self._cuts) < len(self._prompts):
-            self._cuts = _common_beginnings(self._prompts)
-        key = PrefixIds.of(ids[:-1]).key
-        place = bisect_left(self._prompts, key, key=lambda prompt: prompt.key)
         chosen = list[int]()
         last_cut = 0
-        for cut in self._cuts[place]:
+        for cut in self._common_beginnings(ids):
             # Rows start with a copy of a short rest, or of a short prompt: they attend to no more
             # nodes than without the cut.
             is_copied = len(ids) - cut <= COPIED_TOKENS
@@ -60,29 +59,20 @@ class PromptPrefixes:
                 last_cut = cut
         return chosen
 
-
-def _common_beginnings(prompts: Sequence[PrefixIds]) -> list[list[int]]:
-    """Return, for each of the sorted prompts, the lengths of the beginnings that it has in common
-    with others. Each is at least MIN_PREFIX_TOKENS longer than the one before: what some have in
-    common by chance is none."""
-    with_last = [0]  # tokens that each prompt has in common with the one before it
-    for number in range(1, len(prompts)):
-        with_last.append(num_common(prompts[number].ids, prompts[number - 1].ids))
-    cuts: list[list[int]] = [[] for _ in prompts]
-    open_ranges = [_Range(0, len(prompts), cut=0)]
-    while open_ranges:
-        first, stop, cut = open_ranges.pop()
-        if stop - first < 2:
-            continue
-        of_all = min(with_last[first + 1 : stop])
-        if of_all - cut >= MIN_PREFIX_TOKENS:
-            cut = of_all
-            for number in range(first, stop):
-                cuts[number].append(cut)
-        begins = first
-        for number in range(first + 1, stop):
-            if with_last[number] == of_all:
-                open_ranges.append(_Range(begins, number, cut))
-                begins = number
-        open_ranges.append(_Range(begins, stop, cut))
-    return cuts
+    def _common_beginnings(self, ids: Int32) -> list[int]:
+        """Return the lengths of the beginnings that a prompt has in common with others, the
+        shortest first. Each is at least MIN_PREFIX_TOKENS longer than the one before: what some
+        have in common by chance is none."""
+        place = self._place_of(PrefixIds.of(ids[:-1]))
+        # With the prompts before it in the sorted list, and with those behind it, it has the fewer
+        # tokens in common the farther away they are.
+        before = reversed(self._with_last[1 : place + 1])
+        behind = self._with_last[place + 1 :]
+        lengths = {*accumulate(before, min), *accumulate(behind, min)}
+        common = list[int]()
+        last_length = 0
+        for length in sorted(lengths):
+            if length - last_length >= MIN_PREFIX_TOKENS:
+                common.append(length)
+                last_length = length
+        return common
