@@ -109,6 +109,49 @@ assert double(3) == ("double", 12)
 assert list(queue()) == ["a", "b"]
 assert others() == (datetime.date(2020, 2, 29), fractions.Fraction(1, 3), 10**5000, {1: 1e999})
 """
+COLLECTIONS = """
+from collections import OrderedDict, defaultdict, deque
+def reached(graph, start):
+    found, waiting = [], deque([start])
+    while waiting:
+        node = waiting.popleft()
+        found.append(node)
+        waiting.extend(graph[node])
+    return found
+def rotate(items): items.rotate(1)
+def last(number, values): return deque(values, number)
+def count(words):
+    table = defaultdict(int)
+    for word in words: table[word] += 1
+    return table
+def connect(graph, *edge): graph[edge[0]].append(edge[1])
+def first_to_end(table): table.move_to_end(next(iter(table)))
+def flip(data): data[0] ^= 1
+"""
+TEST_COLLECTIONS = """
+from collections import OrderedDict, defaultdict, deque
+graph = defaultdict(list)
+graph[1] += [2, 3]
+assert reached(graph, 1) == [1, 2, 3] and graph == {1: [2, 3], 2: [], 3: []}
+neighbours = graph[2]
+connect(graph, 2, 4)
+connect(graph, 5, 6)
+assert neighbours == [4] and graph[5] == [6] and graph[9] == []
+numbered = defaultdict(lambda: [0])
+connect(numbered, 1, 2)
+assert numbered == {1: [0, 2]} and numbered[3] == [0]
+items = deque([1, 2, 3], maxlen=4)
+rotate(items)
+assert items == deque([3, 1, 2]) and items.maxlen == 4
+assert last(2, [1, 2, 3]) == deque([2, 3]) and last(2, [1, 2, 3]).maxlen == 2
+assert count("aab") == {"a": 2, "b": 1}
+table = OrderedDict(a=1, b=2)
+first_to_end(table)
+assert [*table] == ["b", "a"]
+data = bytearray(b"\\x02")
+flip(data)
+assert data == b"\\x03"
+"""
 HONEST = {  # a program, its tests, and further columns of the row
     "list of asserts": (ADD, ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'"]),
     "HumanEval": (ADD, CHECK, {"entry_point": "add"}),
@@ -180,6 +223,7 @@ HONEST = {  # a program, its tests, and further columns of the row
     ),
     "objects": (PROGRAM, OBJECTS),
     "functions": (PROGRAM, FUNCTIONS),
+    "collections": (COLLECTIONS, TEST_COLLECTIONS),
     "HumanEval with functions of the program": (
         "def encode(s): return s[::-1]\ndef decode(s): return encode(s)\ndef sum(_): return 9",
         "def check(candidate):\n    from random import choice\n    for size in range(3):\n"
@@ -208,6 +252,10 @@ HONEST = {  # a program, its tests, and further columns of the row
         "with open('here', 'w') as file: file.write('x')\n"
         "print(subprocess.check_output([sys.executable, '-c', 'print(4)'], text=True))",
         {"inputs": [""], "outputs": ["3\n4"]},
+    ),
+    "a slow library is there before the program is": (
+        "import sys\nprint('numpy' in sys.modules)\ndef f(): import numpy as np",
+        {"inputs": ["", ""], "outputs": ["True", "True"]},
     ),
     "NumPy": (
         "import numpy as np\ndef means(values): return np.mean(values, axis=0)\n"

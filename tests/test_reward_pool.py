@@ -42,7 +42,7 @@ METHODS = ("fork", "spawn", "forkserver")
 FUNCTIONS = """
 try: from .beside import nothing
 except ImportError: pass
-import multiprocessing, os, signal, sys, time
+import multiprocessing, os, signal, subprocess, sys, time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 import numpy as np
@@ -57,6 +57,7 @@ def raises(completions, **_): raise KeyError("mine")
 def nan(completions, **_): return [1.0, float("nan")]
 def a_set(completions, **_): return {1.0, 2.0}
 def hangs(completions, **_): time.sleep(1000)
+async def leaves(completions, **_): sys.exit(3)
 def crashes(completions, **_): os.kill(os.getpid(), signal.SIGSEGV)
 
 def sleepy(completions, **_):
@@ -81,6 +82,14 @@ def dies_once():
             file.write("x")
             file.flush()
             os.kill(os.getpid(), signal.SIGKILL)
+    return [1.0, 1.0]
+
+def hangs_once():
+    with open(os.path.join(os.path.dirname(__file__), "hung"), "a") as file:
+        if file.tell() == 0:
+            file.write("x")
+            file.flush()
+            time.sleep(1000)
     return [1.0, 1.0]
 
 def eats(): return [bytearray(2**25) for _ in iter(int, 1)]
@@ -182,8 +191,9 @@ def test_function_that_fails_hangs_or_crashes_when_tried_is_a_warning(own, monke
         rewards = rewards_of(*(f"{own}:{n}" for n in names), rollout__num_generations=2)
         return try_rewards(rewards, Prompt(0, "1+1=", {"answer": "2"}))
 
-    warnings = tried("hangs", "crashes", "raises", "nan", "good", "needs_answer")
-    for text, warning in zip(("2 s", "ended", "KeyError: 'mine'", "nan"), warnings, strict=True):
+    warnings = tried("hangs", "crashes", "raises", "nan", "leaves", "good", "needs_answer")
+    expected = ("2 s", "ended", "KeyError: 'mine'", "nan", "SystemExit: 3")
+    for text, warning in zip(expected, warnings, strict=True):
         assert text in warning and "reward.check" in warning
     left = [each for each in descendants(os.getpid()) if each.name() == PROCESS_NAME]
     assert wait_until_gone(left) == []
@@ -376,6 +386,37 @@ def test_process_killed_during_a_call_costs_nothing_unless_it_happens_again(open
     assert scores_of(pool, "dies_once()") == [[1.0, 1.0]] and len(reports) == 1
     with pytest.raises(RewardError, match="SIGKILL"):
         score(pool, "os.kill(os.getpid(), signal.SIGKILL)")
+
+
+def test_call_that_was_late_while_the_run_was_stopped_is_repeated(open_pool, reports, monkeypatch):
+    """Ctrl-Z and a laptop that sleeps stop the run, but not the clock."""
+    monkeypatch.setattr(pool_module, "STOPPED_SECONDS", 0.0)
+    pool = open_pool("evaluates", reward__timeout_seconds=2)
+    assert scores_of(pool, "hangs_once()") == [[1.0, 1.0]] and len(reports) == 1
+    with pytest.raises(RewardError, match="took longer than 2 s"):
+        score(pool, "hangs([])")
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_programs_of_a_function_end_with_a_late_call_and_with_the_pool(
+    open_pool, tmp_path, is_late
+):
+    number = tmp_path / "number"
+    script = f"echo $$ > {number}.new; mv {number}.new {number}; exec sleep 600"
+    limit = 5 if is_late else 600
+    pool = open_pool("evaluates", reward__on_error="zero", reward__timeout_seconds=limit)
+    pool.submit(0, Call(f"subprocess.run(['sh', '-c', {script!r}])", ["2"], [[1]], {}))
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not number.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    program = psutil.Process(int(number.read_text()))
+    assert program.is_running()
+    if is_late:
+        finished(pool, 1)
+    else:
+        pool.close()
+    assert not wait_until_gone([program])
 
 
 def test_pool_that_breaks_again_and_again_is_an_error(open_pool, monkeypatch):

@@ -23,7 +23,7 @@ from easyrl.data.values import is_missing
 from easyrl.processes import allow_long_integers
 from easyrl.rewards import sandbox
 from easyrl.rewards.code_blocks import find_program
-from easyrl.rewards.code_names import names_used
+from easyrl.rewards.code_names import names_used, slow_imports
 from easyrl.rewards.functions import Completions, final_text
 from easyrl.types import Prompt
 
@@ -80,13 +80,21 @@ class Suite:
 
     def passes(self, program: str, settings: RewardConfig) -> bool:
         """Run all tests; return whether all passed. Raises SandboxError if nothing can be run."""
+        names = names_used(program) if self.has_usual_names else {}
+        python_sources = [program]
+        if self.kind == "asserts":
+            python_sources += self.tests
+        slow = slow_imports(python_sources)
+        if "np" in names:
+            slow.append("numpy")
         job = {
             "kind": self.kind,
             "tests": self.tests,
             "function": self.function,
             "has_integer_keys": self.has_integer_keys,
             "program": program,
-            "names": names_used(program) if self.has_usual_names else {},
+            "names": names,
+            "slow_imports": slow,
         }
         outputs = sandbox.run(job, settings.code_sandbox, settings.code_timeout_seconds)
         if len(outputs) != len(self.tests):  # some were not reached

@@ -1,14 +1,18 @@
-"""Names that graders of contest problems import before a program, so that it need not.
+"""Modules that are imported for a program: those of names that it may use without an import, and
+those that are slow to import.
 
-LiveCodeBench's grader imports all names of STAR_MODULES in this order, then all built-in ones, then
+Graders of contest problems import names before a program, so that it need not. LiveCodeBench's
+grader imports all names of STAR_MODULES in this order, then all built-in ones, then
 the modules themselves; PRIME's does the same. Those of APPS and TACO import fewer, and EXTRAS. What
 the program itself defines or imports counts first, in all of them.
 """
 
+import ast
 import builtins
 import functools
 import importlib
 import re
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 
 STAR_MODULES = (
@@ -35,6 +39,8 @@ an alias of the one in `collections`."""
 EXTRAS = {"time": "time", "fractions": "fractions", "os": "os", "np": "numpy"}
 """Further modules by their names. (In LiveCodeBench's grader `time` is the class of `datetime`,
 which no program means.)"""
+SLOW_LIBRARIES = ("numpy", "pandas", "scipy", "sympy", "networkx")
+"""NumPy takes 0.1 s to import: with 100 tests that is the usual time limit of a program."""
 WORD = re.compile(r"[^\W\d]\w*")
 
 
@@ -50,6 +56,29 @@ def names_used(program: str) -> dict[str, tuple[str, str]]:
         if word in names:
             used[word] = names[word]
     return used
+
+
+def slow_imports(sources: Sequence[str]) -> list[str]:
+    """Return the modules of SLOW_LIBRARIES that these Python sources import, also in functions."""
+    found: list[str] = []
+    for source in sources:
+        if any(library in source for library in SLOW_LIBRARIES):
+            found += _imported(source)
+    is_slow = [name for name in found if name.partition(".")[0] in SLOW_LIBRARIES]
+    return list(dict.fromkeys(is_slow))
+
+
+def _imported(source: str) -> Iterator[str]:
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # of a model's program
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for each in node.names:
+                yield each.name
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
 
 
 @functools.cache

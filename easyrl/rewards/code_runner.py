@@ -32,6 +32,8 @@ import struct
 import sys
 import tempfile
 import threading
+import time
+from collections import deque
 from types import FunctionType, ModuleType
 
 TYPE_CHECKING = False  # importing `typing` takes as long as starting Python
@@ -145,11 +147,13 @@ def main() -> None:
     job = read_json()
     set_up(job)
     sys.excepthook = lambda *_: os._exit(PROGRAM_FAULT)
+    for module in job["slow_imports"]:
+        import_once(module)
     run = run_asserts if job["kind"] == "asserts" else run_program
     for _ in range(job["tests"]):
         text = None
         with tempfile.TemporaryFile() as output:
-            child = os.fork()
+            child = fork()
             if child == 0:
                 run(job, output)
                 return
@@ -194,6 +198,24 @@ def set_up(job: dict[str, Any]) -> None:
     if not is_in_bwrap:
         restrict_files(**job["landlock"])
     deny_system_calls(is_in_bwrap)
+
+
+def import_once(module: str) -> None:
+    """Import a library before the children that would each import it. Those see what fails."""
+    try:
+        importlib.import_module(module)
+    except Exception:
+        return
+
+
+def fork() -> int:
+    """Fork, once the user has room for another process: programs of others may end soon. (A time
+    limit ends this one.)"""
+    while True:
+        try:
+            return os.fork()
+        except BlockingIOError:
+            time.sleep(0.05)
 
 
 def run_program(job: dict[str, Any], output: IO[bytes]) -> None:
@@ -289,7 +311,7 @@ def run_asserts(job: dict[str, Any], output: IO[bytes]) -> None:
     global peer  # noqa: PLW0603
     calls_reader, calls_writer = os.pipe()
     replies_reader, replies_writer = os.pipe()
-    child = os.fork()  # before the test is in memory
+    child = fork()  # before the test is in memory
     if child == 0:
         output.close()
         redirect()
@@ -603,12 +625,14 @@ def take_library_apart(value: type | ModuleType) -> tuple[str, Any] | None:
 
 
 def take_instance_apart(value: Any) -> tuple[str, Any] | None:
-    """Return the tag, the class and its arguments for an instance that these alone make."""
+    """Return the tag, the class, its arguments, and the content of a `deque` or a dictionary, for
+    an instance that these alone make."""
     kind = type(value)
-    make, arguments, *state = value.__reduce_ex__(2)
-    if make is not kind or any(state):
+    make, arguments, *rest = value.__reduce_ex__(2)
+    state, items, pairs = [*rest, None, None, None][:3]
+    if make is not kind or state:
         return None
-    return "copy", (kind, *arguments)
+    return "copy", (kind, arguments, list(items or ()), list(pairs or ()))
 
 
 def from_library(module: str, name: str = "") -> Any:
@@ -624,9 +648,14 @@ def from_library(module: str, name: str = "") -> Any:
 
 
 def make_copy(parts: list[Any]) -> Any:
-    kind, *arguments = parts
+    kind, arguments, items, pairs = parts
     assert isinstance(kind, type) and kind.__module__ in COPIED
-    return kind(*arguments)
+    value = kind(*arguments)
+    if items:
+        value.extend(items)
+    for key, item in pairs:
+        value[key] = item
+    return value
 
 
 def make_error(parts: list[Any]) -> Any:
@@ -638,14 +667,18 @@ def make_error(parts: list[Any]) -> Any:
 
 
 def update(old: Any, new: Any) -> Any:
-    """Change a list, set or dictionary, and those that it contains, to the content of another one.
-    Return `old`, or `new` where `old` cannot be changed to it."""
+    """Change a list, deque, set, dictionary or bytearray, and those that it contains, to the
+    content of another one. Return `old`, or `new` where `old` cannot be changed to it."""
     if type(old) is not type(new):
         return new
-    if isinstance(old, list):
+    if isinstance(old, (list, deque)):
         num_common = min(len(old), len(new))
         items = [update(old[index], new[index]) for index in range(num_common)]
-        old[:] = items + new[num_common:]
+        items += [*new][num_common:]
+        old.clear()
+        old.extend(items)
+    elif isinstance(old, bytearray):
+        old[:] = new
     elif isinstance(old, set):
         old.clear()
         old.update(new)
@@ -684,6 +717,10 @@ LIBRARIES = (*COPIED, "builtins", "json.decoder")
 CODECS: dict[type, tuple[Any, Any]] = {  # by class: take a value apart, make it of its parts
     int: (lambda value: [hex(value)], lambda parts: int(parts[0], 16)),
     bytes: (lambda value: [value.decode("latin-1")], lambda parts: parts[0].encode("latin-1")),
+    bytearray: (
+        lambda value: [value.decode("latin-1")],
+        lambda parts: bytearray(parts[0], "latin-1"),
+    ),
     complex: (lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
     range: (lambda value: value.__reduce__()[1], lambda parts: range(*parts)),
     slice: (lambda value: value.__reduce__()[1], lambda parts: slice(*parts)),

@@ -17,11 +17,12 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, field
 from multiprocessing import get_context
 from typing import Any, NamedTuple
 
@@ -35,6 +36,7 @@ from easyrl.processes import UNGUARDED_MESSAGE
 from easyrl.rewards import loading
 from easyrl.rewards.builtin import BUILT_IN
 from easyrl.rewards.functions import GroupLost, RewardError
+from easyrl.rewards.leftovers import end_programs, end_programs_of_lost_processes
 from easyrl.rewards.worker import (
     Call,
     CallError,
@@ -50,6 +52,9 @@ POLL_SECONDS = 1.0
 CHECK_SECONDS = 10.0  # longest check of a function, with the time that its file takes to load
 PROCESS_BYTES = 76 * 2**20  # of a process of functions: Python and math-verify, measured on Linux
 MAX_RESTARTS = 3  # pools that may break one after the other without scoring a group
+STOPPED_SECONDS = 5.0
+"""Between two calls of `finished`: this process was stopped (Ctrl-Z, a laptop that sleeps), or is
+busy with other work. The time limits of calls, which pebble takes from the clock, went on."""
 
 
 class ScoredGroup(NamedTuple):
@@ -66,11 +71,30 @@ class ScoredGroup(NamedTuple):
 class _Task:
     """A call of some functions on some completions of a group."""
 
+    group: "_Group"
     call: Call
     completions: slice  # those of the group that are scored
-    future: Future[Any]  # its result: the arguments of `Scored`
-    is_repeated: bool = False  # after its process was killed
+    future: Future[Any] = field(default_factory=Future)  # its result: the arguments of `Scored`
+    is_repeated: bool = False  # after its process was killed, or this one was stopped
+    was_stopped: bool = False  # this process was stopped while the call ran
     is_elsewhere: bool = False  # another process than the pool's scores them
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    """A group that is being scored."""
+
+    key: Hashable
+    number: int  # of the groups that were submitted
+    tasks: list[_Task] = field(default_factory=list)
+    num_open: int = 0  # tasks that are not over
+
+
+class _Done(NamedTuple):
+    """A call has ended."""
+
+    task: _Task
+    future: Future[Any]  # the task has another one by now if it is repeated
 
 
 class RewardPool:
@@ -114,7 +138,11 @@ class RewardPool:
                 self._models.append(index)
             else:
                 self._shared.append(index)
-        self._groups: dict[Hashable, list[_Task]] = {}  # being scored
+        self._groups: dict[Hashable, _Group] = {}  # being scored
+        self._done: deque[_Done] = deque()  # calls that have ended; threads of the pools add them
+        self._scored: list[_Group] = []  # whose calls have all ended
+        self._num_submitted = 0
+        self._last_seen = time.time()  # when `finished` was called last
         self._num_restarts = 0
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
         self._start_pools()
@@ -126,13 +154,22 @@ class RewardPool:
         called in another process, and their future result."""
         size = len(group.completions)
         whole = slice(0, size)
-        tasks: list[_Task] = []
+        scored_group = _Group(key, self._num_submitted)
+        self._num_submitted += 1
+        self._groups[key] = scored_group
         called_elsewhere: Sequence[int] = ()
+
+        def new_task(call: Call, part: slice) -> _Task:
+            task = _Task(scored_group, call, part)
+            scored_group.tasks.append(task)
+            scored_group.num_open += 1
+            return task
+
         if elsewhere is not None:
             called_elsewhere, future = elsewhere
-            call = group._replace(functions=called_elsewhere)
-            tasks.append(_Task(call, whole, future, is_elsewhere=True))
-            future.add_done_callback(lambda _: self._wake())
+            task = new_task(group._replace(functions=called_elsewhere), whole)
+            task.is_elsewhere = True
+            self._await(task, future)
 
         def add_task(functions: Sequence[int], part: slice) -> None:
             functions = [index for index in functions if index not in called_elsewhere]
@@ -142,7 +179,7 @@ class RewardPool:
                     completions=group.completions[part],
                     completion_ids=group.completion_ids[part],
                 )
-                tasks.append(_Task(call, part, self._schedule(call)))
+                self._schedule(new_task(call, part))
 
         add_task(self._models, whole)
         add_task(self._shared, whole)
@@ -151,28 +188,58 @@ class RewardPool:
         for function in self._per_completion:
             for index in range(size):
                 add_task([function], slice(index, index + 1))
-        self._groups[key] = tasks
 
     def finished(self) -> list[tuple[Hashable, ScoredGroup]]:
         """Return the groups scored since the last call, without waiting. Raises RewardError where a
         function failed and `reward.on_error` is `stop`."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake_fd)
+        self._notice_stop()
         if self.is_broken:
             self._restart()
-        for task in chain(*self._groups.values()):
-            if _was_killed(task) and not task.is_repeated:
-                self._report("a reward process was killed by SIGKILL; its call is repeated")
-                task.future = self._schedule(task.call)
+        has_lost_process = False
+        while self._done:
+            task, future = self._done.popleft()
+            if future is not task.future or not _is_over(task):
+                continue  # it is repeated, or will be once the broken pool is replaced
+            error = future.exception()
+            has_lost_process |= isinstance(error, (TimeoutError, ProcessExpired))
+            reason = "" if task.is_repeated else _reason_to_repeat(task)
+            if reason:
+                self._report(f"{reason}; its call is repeated")
                 task.is_repeated = True
-        finished_keys = [key for key, tasks in self._groups.items() if all(map(_is_over, tasks))]
-        if finished_keys:
+                self._schedule(task)
+                continue
+            task.group.num_open -= 1
+            if task.group.num_open == 0:
+                self._scored.append(task.group)
+        if has_lost_process:
+            end_programs_of_lost_processes()
+        if self._scored:
             self._num_restarts = 0
-        scored = []
-        for key in finished_keys:
-            tasks = self._groups.pop(key)
-            scored.append((key, self._collect(key, tasks)))
-        return scored
+        self._scored.sort(key=lambda group: group.number)
+        collected = []
+        while self._scored:
+            group = self._scored.pop(0)
+            del self._groups[group.key]
+            collected.append((group.key, self._collect(group)))
+        return collected
+
+    def _notice_stop(self) -> None:
+        """Remember which calls were running while this process was stopped. Some may have ended
+        just now."""
+        now = time.time()
+        if now - self._last_seen > STOPPED_SECONDS:
+            for group in self._groups.values():
+                for task in group.tasks:
+                    task.was_stopped = True
+        self._last_seen = now
+
+    def _open_tasks(self) -> Iterator[_Task]:
+        for group in self._groups.values():
+            for task in group.tasks:
+                if not _is_over(task):
+                    yield task
 
     @property
     def is_broken(self) -> bool:
@@ -215,22 +282,30 @@ class RewardPool:
         self._report("the reward processes were lost; new ones start, and repeat their calls")
         _end_pools(self._pools)
         self._start_pools()
-        for tasks in self._groups.values():
-            for task in tasks:
-                if not _is_over(task) and not task.is_elsewhere:
-                    task.future = self._schedule(task.call)
+        for task in self._open_tasks():
+            if not task.is_elsewhere:
+                self._schedule(task)
 
-    def _schedule(self, call: Call) -> Future[Any]:
-        first = call.functions[0]  # the others are called alike
+    def _schedule(self, task: _Task) -> None:
+        first = task.call.functions[0]  # the others are called alike
         pool = self._pools[-1] if first in self._models else self._pools[0]
         limit = self._limit_of(self._rewards.functions[first])
         future: Future[Any] = Future()
         try:
-            future = pool.schedule(run_call, (call,), timeout=limit)
+            future = pool.schedule(run_call, (task.call,), timeout=limit)
         except RuntimeError as error:  # the pool is broken, which `finished` will see
             future.set_exception(BrokenProcessPool(str(error)))
-        future.add_done_callback(lambda _: self._wake())  # in a thread of the pool
-        return future
+        self._await(task, future)
+
+    def _await(self, task: _Task, future: Future[Any]) -> None:
+        """Let `finished` see the end of a call."""
+
+        def note(future: Future[Any]) -> None:  # in a thread of the pool
+            self._done.append(_Done(task, future))
+            self._wake()
+
+        task.future = future
+        future.add_done_callback(note)
 
     def _limit_of(self, spec: str) -> float | None:
         """Return the longest time of a call in seconds; None: the function ends it itself."""
@@ -243,9 +318,10 @@ class RewardPool:
         with contextlib.suppress(OSError):  # closed, so nobody waits
             os.eventfd_write(self._wake_fd, 1)
 
-    def _collect(self, key: Hashable, tasks: Sequence[_Task]) -> ScoredGroup:
+    def _collect(self, scored: _Group) -> ScoredGroup:
         """Join the results of a group's calls. Raises RewardError, see `finished`."""
         on_error = self._rewards.options.on_error
+        tasks = scored.tasks
         num_completions = max(task.completions.stop for task in tasks)
         all_scores: list[list[float | None]] = []
         for _ in self._rewards.names:
@@ -264,7 +340,7 @@ class RewardPool:
         self._replace_missing(group, tasks, failed)
         if failed and on_error == "stop":
             first, *_ = failed.values()
-            raise RewardError(first, key)
+            raise RewardError(first, scored.key)
         if failed and on_error == "skip_group":
             group = group._replace(scores=[])
         return group._replace(errors=[*failed.values()])
@@ -377,14 +453,21 @@ def _open_pool(num_workers: int, *arguments: Any) -> ProcessPool:
 
 
 def _end_pools(pools: Sequence[ProcessPool]) -> None:
+    end_programs()
     for pool in pools:
         pool.stop()  # type: ignore[no-untyped-call]
         pool.join()
+    end_programs_of_lost_processes()
 
 
-def _was_killed(task: _Task) -> bool:
-    error = task.future.exception() if task.future.done() else None
-    return isinstance(error, ProcessExpired) and error.exitcode == -signal.SIGKILL
+def _reason_to_repeat(task: _Task) -> str:
+    """Return why a call that is over is repeated; empty if it is not."""
+    match task.future.exception():
+        case ProcessExpired(exitcode=code) if code == -signal.SIGKILL:
+            return "a reward process was killed by SIGKILL"
+        case TimeoutError() if task.was_stopped:
+            return "a reward took too long while this process was stopped or busy"
+    return ""
 
 
 def _is_over(task: _Task) -> bool:

@@ -27,6 +27,7 @@ from typing import IO, Any, Literal
 
 from easyrl.processes import MAX_INT_DIGITS
 from easyrl.rewards import code_runner
+from easyrl.rewards.leftovers import PROCESS_NAME, name_of
 
 Kind = Literal["bwrap", "limits"]
 SYSTEM_FILES = (
@@ -55,8 +56,10 @@ ENVIRONMENT = {
 FIRST_USER = 61184
 NUM_USERS = 4336
 """User numbers for programs when EasyRL runs as root: systemd's range for dynamic users."""
+PROCESSES_OF_PROGRAM = 8
+"""What a usual program runs in: the runner, a test, the program, and a few of its own."""
 PROBE = {"kind": "stdin", "program": "print(1)", "tests": [""]}
-"""A job (see `code.Suite`); `names` and `has_integer_keys` can be left out."""
+"""A job (see `code.Suite`); `names`, `slow_imports` and `has_integer_keys` can be left out."""
 PR_SET_CHILD_SUBREAPER = 36
 REMEDY = (
     "install bubblewrap (apt-get install bubblewrap) and allow namespaces (docker run "
@@ -104,6 +107,7 @@ def _run(job: dict[str, Any], variant: str, timeout_seconds: float) -> list[str 
     outer_user = None if changes_user_inside else user
     job = {
         "names": {},
+        "slow_imports": [],
         "has_integer_keys": False,
         **job,
         "user": user if changes_user_inside else None,
@@ -127,7 +131,7 @@ def _run(job: dict[str, Any], variant: str, timeout_seconds: float) -> list[str 
                 os.chown(work, user, user)
             environment = ENVIRONMENT | {"HOME": work, "TMPDIR": work}
             job["landlock"] = {"read_only": _read_only_paths(), "writable": [work, *DEVICES]}
-            job["num_other_processes"] = 0 if user else _count_own_threads()
+            job["num_other_processes"] = 0 if user else _count_other_processes()
             code_runner.libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         else:
             command = [*_bwrap_command(variant), *command]
@@ -257,11 +261,15 @@ def _read_only_paths() -> list[str]:
     return [*SYSTEM_FILES, *sorted(outside_of_usr)]
 
 
-def _count_own_threads() -> int:
-    """Count the threads of this process's user: RLIMIT_NPROC counts all of them."""
+def _count_other_processes() -> int:
+    """Count the threads of this process's user, all of which RLIMIT_NPROC counts, with those that
+    the programs of other reward processes may start meanwhile."""
     count = 0
     for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if process.stat().st_uid == os.geteuid():
-                count += len([*(process / "task").iterdir()])
+        with contextlib.suppress(OSError):  # it has ended
+            if process.stat().st_uid != os.geteuid():
+                continue
+            count += len([*(process / "task").iterdir()])
+            if name_of(int(process.name)) == PROCESS_NAME:
+                count += PROCESSES_OF_PROGRAM
     return count

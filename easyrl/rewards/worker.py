@@ -35,6 +35,7 @@ from easyrl.processes import allow_long_integers, die_with_parent, maybe_sleep, 
 from easyrl.rewards import loading
 from easyrl.rewards.builtin import BUILT_IN
 from easyrl.rewards.functions import RewardFunction
+from easyrl.rewards.leftovers import PROCESS_NAME, mark_programs
 from easyrl.types import Messages, Prompt
 from easyrl.user_code import user_traceback
 
@@ -52,7 +53,6 @@ NEEDS_TEXT = (
 )
 WRONG_FORM = (TypeError, AttributeError, LookupError)
 """Exceptions of a function that expects chat messages and gets text, or the reverse."""
-PROCESS_NAME = "easyrl-reward"
 TAKES_FILES = "takes_picture_files"
 """Attribute of a built-in function that gets pictures as files, and not as images."""
 SEARCH_SECONDS = 0.5
@@ -143,6 +143,7 @@ def start(
     # User code may start processes as in any program; they end with this one.
     multiprocessing.set_start_method(None, force=True)  # `spawn` is EasyRL's
     multiprocessing.current_process().daemon = False
+    mark_programs()
     os.register_at_fork(after_in_child=lambda: die_with_parent(os.getppid()))
     sys.modules["__main__"].__spec__ = find_spec("easyrl.processes")  # others import it at first
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # end at once
@@ -414,7 +415,10 @@ def _arguments_of(call: Call) -> dict[str, Any]:
 async def _await_all(returned: Iterable[Any]) -> list[Any]:
     async def value_of(value: Any) -> Any:
         BoundedOutput.begin_call()  # each task has a context of its own
-        return await value if inspect.isawaitable(value) else value
+        try:
+            return await value if inspect.isawaitable(value) else value
+        except SystemExit as error:  # it would end the process
+            return error
 
     return await asyncio.gather(*map(value_of, returned), return_exceptions=True)
 
