@@ -12,8 +12,9 @@ import inspect
 import os
 import re
 import sys
+import tokenize
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -24,7 +25,15 @@ from easyrl.formatting import ConfigError
 FORMS = "file.py:function or package.module:function"
 Kind = Literal["function", "class"]
 sources: dict[str, str] = {}
-"""Path -> content of the files that are loaded as they were at the start of the run."""
+"""Path -> content of the files, and of the modules beside them, that are loaded as they were at the
+start of the run. They may lie on another machine."""
+_folders: dict[str, Path] = {}
+"""The folders of the files that are loaded, as `sources` names them, by their places on this
+machine; the newest last."""
+_added_to_path: list[str] = []
+"""Those that were not in `sys.path`; the newest last."""
+_loaded: list[ModuleType] = []
+"""The modules of the files that the config names."""
 __path__: list[str] = []
 """Makes this module a package. Its modules are the user's files that have no name of their own."""
 PREFIX = f"{__name__}."
@@ -35,17 +44,63 @@ CONTENT_DIGEST = re.compile(r"^# content \w{64}$", re.MULTILINE)
 
 class _Files(importlib.abc.MetaPathFinder):
     """Imports a file without a name of its own by its path, also in processes that the user's code
-    starts."""
+    starts; and what lies beside the user's files, as it was at the start of the run."""
 
-    def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: object = None
+    ) -> ModuleSpec | None:
         found = re.fullmatch(rf"{PREFIX}((?:[0-9a-f]{{2}})+)", fullname)
-        if not found:
-            return None
-        file = os.fsdecode(bytes.fromhex(found[1]))
-        return importlib.util.spec_from_file_location(fullname, file)
+        if found:
+            file = os.fsdecode(bytes.fromhex(found[1]))
+            return importlib.util.spec_from_file_location(fullname, file)
+        is_of_python = fullname.partition(".")[0] in sys.stdlib_module_names
+        return None if is_of_python or not sources else self._find_beside(fullname, path)
+
+    def _find_beside(self, fullname: str, path: Sequence[str] | None) -> ModuleSpec | None:
+        for folder in reversed(_folders.values()):
+            base = folder / fullname.replace(".", "/")
+            for file in _files_of_module(base):
+                if str(file) in sources and not _is_elsewhere(fullname, path, file):
+                    return importlib.util.spec_from_loader(fullname, _Source(fullname, file))
+            has_modules = any(each.startswith(f"{base}{os.sep}") for each in sources)
+            if has_modules and PathFinder.find_spec(fullname, path) is None:
+                spec = ModuleSpec(fullname, None, is_package=True)  # a folder without __init__.py
+                spec.submodule_search_locations = [str(_file(str(base)))]
+                return spec
+        return None
 
 
-sys.meta_path.append(_Files())
+class _Source(importlib.abc.ExecutionLoader):
+    """Loads a module from `sources`."""
+
+    def __init__(self, fullname: str, file: Path) -> None:
+        self._fullname = fullname
+        self._file = file
+
+    def get_filename(self, fullname: str) -> str:
+        return str(_file(str(self._file)))
+
+    def get_source(self, fullname: str) -> str:
+        return sources[str(self._file)]
+
+    def is_package(self, fullname: str) -> bool:
+        return self._file.name == "__init__.py"
+
+
+def _files_of_module(base: Path) -> tuple[Path, Path]:
+    """Return the files that a module may be, given its path without a suffix."""
+    return base.with_name(f"{base.name}.py"), base / "__init__.py"
+
+
+def _is_elsewhere(fullname: str, path: Sequence[str] | None, file: Path) -> bool:
+    """Return whether Python would import another file by this name."""
+    found = PathFinder.find_spec(fullname, path)
+    if found is None or found.origin is None:
+        return False
+    return _file(found.origin) != _file(str(file))
+
+
+sys.meta_path.insert(0, _Files())
 
 
 def load_function(
@@ -97,12 +152,26 @@ def forget() -> None:
 
 
 def read_files(specs: Iterable[str]) -> dict[str, str]:
-    """Read the files of these functions, by path: a worker that starts later must use the same."""
+    """Read the files of these functions and the modules beside them that they import, by path: a
+    worker that starts later, perhaps on another machine, must use the same."""
     contents = {}
     for path in map(_path_of, specs):
-        if path.endswith(".py"):
-            contents[path] = _file(path).read_text("utf-8")
+        if not path.endswith(".py"):
+            continue
+        file = _file(path)
+        contents[path] = _read(file)
+        for module in _with_modules_beside([file])[1:]:
+            if module.is_relative_to(file.parent):
+                beside = Path(path).parent / module.relative_to(file.parent)
+                with contextlib.suppress(OSError, SyntaxError, UnicodeError):  # its import says so
+                    contents[str(beside)] = _read(module)
     return contents
+
+
+def _read(file: Path) -> str:
+    """Read Python source in the encoding that it says it has."""
+    with tokenize.open(file) as opened:
+        return opened.read()
 
 
 def digest_files(specs: Iterable[str]) -> str:
@@ -115,16 +184,31 @@ def digest_files(specs: Iterable[str]) -> str:
     if not files:
         return ""
     text = ""
-    for file in files:  # grows by the modules that the files import
+    for file in _with_modules_beside(files):
         content = file.read_text("utf-8", "replace")
         digest_line = CONTENT_DIGEST.search(content)
         text += digest_line[0] if digest_line else content
-        for name in _imports(file):
-            module = file.parent / name.replace(".", "/")
-            for beside in (module.with_suffix(".py"), module / "__init__.py"):
-                if beside.is_file() and beside not in files:
-                    files.append(beside)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _with_modules_beside(files: Sequence[Path]) -> list[Path]:
+    """Return files with the modules beside them that they import, and that these import."""
+    roots = [file.parent for file in files]
+    found = [*files]
+    for file in found:  # grows by the modules that the files import
+        for name in _imports(file):
+            for folder in dict.fromkeys([file.parent, *roots]):
+                found += [each for each in _modules_in(folder, name) if each not in found]
+    return found
+
+
+def _modules_in(folder: Path, name: str) -> list[Path]:
+    """Return the files in a folder that an import of a module executes: its own, and those of the
+    packages that have it."""
+    base = folder / name.replace(".", "/")
+    packages = [parent / "__init__.py" for parent in base.parents if parent != folder]
+    files = [*_files_of_module(base), *packages]
+    return [file for file in files if file.is_relative_to(folder) and file.is_file()]
 
 
 def _imports(file: Path) -> Iterator[str]:
@@ -159,16 +243,63 @@ def _load(path: str) -> ModuleType:
         sys.path.append(str(Path.cwd()))  # last: it shadows nothing
         return importlib.import_module(path)
     file = _file(path)
-    sys.path.append(str(file.parent))
+    _put_first(path)
     spec = importlib.util.spec_from_file_location(_module_name(file), file)
     assert spec is not None and spec.loader is not None  # the suffix is .py
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
+    _loaded.append(module)
     if path in sources:
         exec(compile(sources[path], file, "exec", dont_inherit=True), module.__dict__)
     else:
         spec.loader.exec_module(module)
     return module
+
+
+def _put_first(path: str) -> None:
+    """Let a file import what lies beside it, and not what lies beside an earlier one under the same
+    name. It shadows nothing else: it is last in `sys.path`."""
+    folder = _file(path).parent
+    key = str(folder)
+    named = Path(path).parent
+    others = _folders.keys() - {key}
+    for name, module in [*sys.modules.items()]:
+        if _folder_of(module) in others and _has_module(folder, named, name):
+            _forget_module(name)
+    _folders.pop(key, None)
+    _folders[key] = named
+    if key not in sys.path:
+        _added_to_path.append(key)
+    elif key in _added_to_path:
+        _added_to_path.remove(key)
+        _added_to_path.append(key)
+    sys.path[:] = [each for each in sys.path if each not in _added_to_path]
+    sys.path += reversed(_added_to_path)
+
+
+def _folder_of(module: ModuleType) -> str:
+    """Return the folder that has a module; "" for one without a file, for the main one, and for
+    the user's files that are named in the config."""
+    origin = getattr(module, "__file__", None)
+    if not origin or module in _loaded or module.__name__ == "__main__":
+        return ""
+    file = Path(origin)
+    is_package = file.name == "__init__.py"
+    return str(file.parent.parent if is_package else file.parent)
+
+
+def _has_module(folder: Path, named: Path, name: str) -> bool:
+    """Return whether a folder has a module. `named`: the folder as `sources` names it."""
+    here = any(file.is_file() for file in _files_of_module(folder / name))
+    return here or any(str(file) in sources for file in _files_of_module(named / name))
+
+
+def _forget_module(name: str) -> None:
+    """Forget a module and those in it, so that they are imported anew. Functions that have them
+    keep them."""
+    for each in [*sys.modules]:
+        if each == name or each.startswith(f"{name}."):
+            del sys.modules[each]
 
 
 def _module_name(file: Path) -> str:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import psutil
@@ -315,6 +315,59 @@ def test_functions_that_score_nothing_or_do_not_load_stop_the_run_by_default(own
     own.write_text("import no_such_thing")
     with pytest.raises(RewardError, match="No module named 'no_such_thing'"):
         score(open_pool("f"))
+
+
+BESIDE = {
+    "mine.py": "# -*- coding: latin-1 -*-\n# é\nimport tools.parse\nfrom helper import grade\n"
+    "from package.inner import factor\n"
+    "def f(completions, **_):\n"
+    "    return [tools.parse.number(text) * factor * grade() for text in completions]\n",
+    "helper.py": "from deeper import value\ndef grade(): return value\n",
+    "deeper.py": "value = 3\n",
+    "tools/parse.py": "number = float\n",
+    "package/__init__.py": "from .other import five\n",
+    "package/other.py": "five = 5\n",
+    "package/inner.py": "from package import five\nimport package.last\nfactor = five\n",
+    "package/last.py": "",
+}
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_modules_beside_a_function_are_those_of_the_start_also_on_another_machine(
+    tmp_path, monkeypatch, is_there
+):
+    monkeypatch.chdir(tmp_path)
+    folder = Path("mine")
+    for name, text in BESIDE.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, encoding="latin-1")
+    rewards = rewards_of(f"{folder}/mine.py:f", reward__num_workers=1)
+    sources = read_sources({"reward.functions": rewards.functions}, rewards.options.judge)
+    folder.rename("elsewhere")
+    if is_there:
+        for name in BESIDE:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text("raise SystemError('it has changed')")
+    with closing(RewardPool(rewards, sources)) as pool:
+        assert scores_of(pool) == [[30.0, 45.0]]
+
+
+def test_functions_in_two_folders_have_the_modules_beside_them(tmp_path):
+    specs = []
+    for number, name in enumerate(("one", "two"), start=1):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "utils.py").write_text(f"def grade(): return {number}\n")
+        function = f"import json, utils\ndef {name}(completions, **_):\n"
+        function += "    return [utils.grade()] * len(completions)\n"
+        (folder / "reward.py").write_text(function)
+        (folder / "json.py").write_text("raise SystemError('it shadows the real one')")
+        specs.append(f"{folder}/reward.py:{name}")
+    rewards = rewards_of(*specs, reward__num_workers=1)
+    sources = read_sources({"reward.functions": rewards.functions}, rewards.options.judge)
+    for each in (sources, {}):
+        with closing(RewardPool(rewards, each)) as pool:
+            assert scores_of(pool) == [[1.0, 1.0], [2.0, 2.0]]
 
 
 INVALID = {
