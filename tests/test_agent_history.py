@@ -1,15 +1,16 @@
 """Which requests of agents continue the tokens of earlier answers."""
 
 import json
+from contextlib import closing
 
 import pytest
 
-from agent_worker import HELLO, KEY, TOOL, asked, num_branches, played, said
+from agent_worker import HELLO, KEY, TOOL, Worker, asked, chat, num_branches, played, said
 from easyrl.agents.conversation_tree import ConversationTree, Node
 from easyrl.agents.matching import Likeness, Recorded, compare, split_thought
 from easyrl.agents.protocols.base import IssuedCall
 from easyrl.environments.tool_calls.format import USUAL_THINKING
-from tool_models import call, chat_model
+from tool_models import TEMPLATE, call, chat_model
 
 CALL = IssuedCall("call00000", "add", {"a": 2, "b": 3})
 SCHEMAS = {"add": {"properties": {"round": {"type": "boolean", "default": False}, "base": True}}}
@@ -44,6 +45,10 @@ def resent(answer, content, **more):
         (THOUGHT, {"content": "It is 5."}),
         (THOUGHT, {"content": "It is 5.", "reasoning_content": "Two and three."}),
         (THOUGHT, {"content": "<think>Two and</think>It is 5."}),
+        (
+            Recorded("<think>a</think><think>b</think>It is 5.", "", []),
+            {"content": "<think>b</think>It is 5.", "reasoning_content": "a"},
+        ),
         (CODE, {"content": "<code>\nprint(5)\n</code>"}),
         (WITH_CALL, {"content": "", "tool_calls": sent_calls(("x", {"b": 3.0, "a": 2}))}),
         (WITH_CALL, {"content": "", "tool_calls": sent_calls(("", '{"a": 2, "b": 3}'))}),
@@ -285,6 +290,41 @@ def test_each_kind_of_branch_is_counted_and_reported_once(tmp_path):
     assert columns["branch_reasons"] == [expected]
     for reason, number in expected.items():
         assert metrics[f"episodes/branches/{reason}"] == number
+
+
+STRICT_TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'system' and not loop.first %}"
+    "{{ raise_exception('System message must be at the beginning.') }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("refuses", [True, False])
+def test_a_later_system_message_is_the_users_where_the_template_takes_none(tmp_path, refuses):
+    template = TEMPLATE.replace("{% else %}U", "{% else %}{{ message['role'][0] }}")
+    if refuses:
+        template = STRICT_TEMPLATE + template
+    model = chat_model(tmp_path / "model", CALLS, template)
+    contexts = []
+
+    def solve(client):
+        messages = [
+            {"role": "system", "content": "4"},
+            asked("2"),
+            {"role": "system", "content": "7"},
+        ]
+        for _ in range(2):
+            messages.append(said(chat(client, messages, max_tokens=4)))
+            messages.append({"role": "system", "content": "8"})
+        return 1.0
+
+    with closing(Worker(model, length=300, prompt_length=100)) as worker:
+        found = worker.run(solve)
+        worker.check(found)
+        for known, _ in worker.engine_log.sampled:
+            contexts.append(worker.tokenizer.decode(known))
+    role = "u" if refuses else "s"
+    assert contexts[0].endswith(f"s4u2{role}7A") and contexts[-1].endswith(f"{role}8A")
+    assert num_branches(found[KEY][1][0]) == 1
 
 
 @pytest.mark.parametrize("history", ["kept", "as_sent"])

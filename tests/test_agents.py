@@ -195,6 +195,9 @@ def test_what_is_not_on_policy_or_not_supported_is_refused_with_the_fields_name(
         found = worker.run(solve)
         worker.check(found)
         assert refused(chat, kept[0], HELLO)[::2] == ("invalid_api_key", 401)
+        notes = worker.pool.notes
+    assert len(notes) == 10 and all("was refused: " in note for note in notes)
+    assert any("logit_bias: this field is not supported" in note for note in notes)
     _, completions, _, scored, _, columns = found[KEY]
     assert scored.errors == [] and scored.scores == [[1.0, 1.0]]
     assert {each.finish_reason for each in completions} == {"length"}
@@ -218,6 +221,21 @@ def test_other_sampling_settings_may_be_replaced_and_stop_strings_are_the_runs()
     assert found[KEY][3].scores == [[1.0] * 8]
     # A continued conversation keeps its row and stores no token twice.
     assert all(num_branches(each) == 1 for each in found[KEY][1])
+
+
+def test_an_episode_whose_requests_are_all_refused_says_so():
+    """Some clients make an answer of a refusal."""
+
+    def solve(client):
+        with suppress(openai.APIStatusError):
+            chat(client, HELLO, seed=7)
+        return 1.0
+
+    with closing(Worker("tiny-guess", num=2)) as worker:
+        *_, columns = worker.run(solve)[KEY]
+        [note] = worker.pool.notes
+    assert columns["ended_by"] == ["refused"] * 2
+    assert "a request of the agent was refused: seed: expected" in note
 
 
 def test_every_end_of_an_agent_is_counted_and_the_run_continues():
@@ -261,7 +279,7 @@ def test_every_end_of_an_agent_is_counted_and_the_run_continues():
         (lambda client: chat(client, HELLO) and None, None, "answer"),
         (lambda client: {"a": 1, "b": chat(client, HELLO) == ""}, 1.0, "answer"),
         (insistent, 0.0, "time"),
-        (careless, 0.25, "answer"),
+        (careless, 0.25, "refused"),
     ]
 
     def solve(client, row):

@@ -12,7 +12,7 @@ import json
 import os
 import socket
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -91,6 +91,7 @@ class Endpoint:
         self.keys: set[str] = set()
         self.takes_any_key = False
         self.refused: Counter[str] = Counter()  # requests that could not be read, by key
+        self._refusals: deque[str] = deque()  # why
         most_tokens = spec.limits.max_prompt_length + spec.limits.max_completion_length
         self._most_bytes = LEAST_BODY_BYTES + BODY_BYTES_PER_TOKEN * most_tokens
         self._shows_pictures = spec.shows_pictures
@@ -133,6 +134,10 @@ class Endpoint:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake_fd)
         return [self._requests.get() for _ in range(self._requests.qsize())]
+
+    def take_refusals(self) -> list[str]:
+        """Return why requests since the last call could not be read."""
+        return [self._refusals.popleft() for _ in range(len(self._refusals))]
 
     def forget(self, key: str) -> None:
         """Refuse the key of an episode from now on."""
@@ -183,15 +188,15 @@ class Endpoint:
             body = _parse(await self._body_of(http))
             return _Received(protocol, protocol.read(key, body), body)
         except (ApiError, ValueError, TypeError, LookupError, AttributeError) as error:
-            if not self.takes_any_key:
-                self.refused[key] += 1
-            if isinstance(error, ApiError):
-                raise
-            raise ApiError(str(error) or "expected a JSON object") from None
+            refusal = error
+            if not isinstance(error, ApiError):
+                refusal = ApiError(str(error) or "expected a JSON object")
         except RecursionError:
-            if not self.takes_any_key:
-                self.refused[key] += 1
-            raise ApiError("expected a JSON object that is nested less deeply") from None
+            refusal = ApiError("expected a JSON object that is nested less deeply")
+        if not self.takes_any_key:
+            self.refused[key] += 1
+            self._refusals.append(str(refusal))
+        raise refusal from None
 
     async def _body_of(self, http: HttpRequest) -> bytes:
         """Return the body of a request. Raises ApiError for one that is too large: it is not kept,

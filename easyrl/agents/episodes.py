@@ -54,6 +54,8 @@ from easyrl.model.prompt_renderer import PromptRenderer
 from easyrl.rewards.worker import Call, CallError, Scored
 from easyrl.types import Completion, Messages, Prompt
 
+MAX_REFUSALS_SHOWN = 10
+"""Different reasons why requests were refused that a run's log has."""
 MAX_REFUSED = 16
 """An agent is ended after more refused requests than these: it would ask forever."""
 COUNTS_PER_TURN = 10
@@ -92,6 +94,7 @@ class AgentEpisodes(Episodes):
         self._new: dict[_NewPrompt, list[Sequence]] = {}  # not submitted yet
         self._num_live = 0  # sequences that the engine keeps
         self._reported: set[str] = set()  # notes on requests
+        self._refusals: set[str] = set()  # that were reported
         self._next_step = 0  # requests are served from this step of the engine on
 
     def bind(self, engine: Engine, renderer: PromptRenderer, num_rows: int) -> None:
@@ -133,6 +136,7 @@ class AgentEpisodes(Episodes):
         for turn in self._engine.take_turns():
             self._receive(turn)
         self.pool.poll()
+        self._report_refusals(self.endpoint.take_refusals())
         for request in self.endpoint.take():
             self._accept(request)
         running = list(self._episodes.values())
@@ -214,6 +218,7 @@ class AgentEpisodes(Episodes):
         if episode.has_ended:
             return
         episode.has_ended = True
+        episode.num_refused += self.endpoint.refused[episode.key]
         self._episodes.pop(episode.key, None)
         self.endpoint.forget(episode.key)
         for request in [*episode.waiting, *episode.answering]:
@@ -248,6 +253,13 @@ class AgentEpisodes(Episodes):
         for note in sorted(set(notes) - self._reported):
             self._reported.add(note)
             self.pool.report(note)
+
+    def _report_refusals(self, reasons: Iterable[str]) -> None:
+        """Write why requests were refused to the run's log: a client may hide it."""
+        for reason in reasons:
+            if len(self._refusals) < MAX_REFUSALS_SHOWN and reason not in self._refusals:
+                self._refusals.add(reason)
+                self._report([f"a request of the agent was refused: {reason}"])
 
     def _serve_requests(self, running: list[Episode]) -> None:
         """Serve the requests that wait, every few steps of the engine, and end episodes."""
@@ -291,7 +303,7 @@ class AgentEpisodes(Episodes):
         num_branches = len(episode.sequences)
         if not is_resumed:
             num_branches += num_choices
-        refusal = self._refusal(episode, limit, num_branches, ids)
+        refusal = self._refusal(episode, limit, num_branches, ids, num_new)
         if refusal is not None:
             self._refuse(episode, request, refusal)
             return True
@@ -322,8 +334,13 @@ class AgentEpisodes(Episodes):
             episode.limit = "length"
             self._refuse(episode, request, ApiError(str(error), "context_length_exceeded"))
         except Exception as error:  # of the tokenizer, the template, or odd messages
-            self._refuse(episode, request, ApiError(str(error) or repr(error)))
+            self._refuse_unplaced(episode, request, error)
         return None
+
+    def _refuse_unplaced(self, episode: Episode, request: Request, error: Exception) -> None:
+        reason = str(error) or repr(error)
+        self._report_refusals([reason])
+        self._refuse(episode, request, ApiError(reason))
 
     def _place(self, episode: Episode, request: Request) -> Placed:
         """Find the tokens of a request. Raises ValueError for pictures that are too large, and for
@@ -368,7 +385,7 @@ class AgentEpisodes(Episodes):
         try:
             num_tokens = len(self._place(episode, request).ids)
         except Exception as error:  # of the tokenizer, the template, or odd messages
-            self._refuse(episode, request, ApiError(str(error) or repr(error)))
+            self._refuse_unplaced(episode, request, error)
         else:
             request.reply(Answer([], num_tokens, 0))
 
@@ -382,10 +399,11 @@ class AgentEpisodes(Episodes):
         request.reply(refusal)
 
     def _refusal(
-        self, episode: Episode, limit: int, num_branches: int, ids: list[int]
+        self, episode: Episode, limit: int, num_branches: int, ids: list[int], num_new: int
     ) -> ApiError | None:
         """Return why an episode may ask no more. `limit`: tokens that are left for an answer;
-        `ids`: tokens of the request."""
+        `ids`: tokens of the request, of which `num_new` are neither the group's prompt nor in an
+        earlier request."""
         most_requests = self._spec.max_turns
         seconds = self._spec.episode_timeout_seconds
         most_tokens = self._engine.sampling.max_completion_length
@@ -405,7 +423,9 @@ class AgentEpisodes(Episodes):
             text = (
                 f"expected at most {most_of_prompt} tokens of an episode's prompt "
                 f"(data.max_prompt_length) and {most_tokens} behind it "
-                f"(rollout.max_completion_length), got a request of {len(ids)} tokens"
+                f"(rollout.max_completion_length), got a request of {len(ids)} tokens, "
+                f"{num_new} of them new behind the {len(episode.group.prompt_ids or ())} tokens "
+                "of the prompt, which is the first request of the group's episodes"
             )
             num_of_pictures = sum(token < 0 for token in ids)
             if num_of_pictures:

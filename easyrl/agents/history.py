@@ -7,7 +7,7 @@ is new is rendered behind them. `matching` decides which messages are the same, 
 
 import json
 from collections.abc import Collection, Mapping
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from easyrl.agents.conversation_tree import ADDED, ANSWER_ROLE, BranchReason, Node, Placed
@@ -80,6 +80,8 @@ class History:
         return continued.recorded.ids + encode_behind(rest, self._tokenizer)
 
     def _place_chat(self, episode: Episode, request: Request) -> Placed:
+        if not self._takes_later_system:
+            request.messages = _with_one_system(request.messages)
         tools = _as_key(request.tools)
         conversations = self._conversations_with(tools)
         node = episode.tree.place(request.messages, conversations.thinking)
@@ -154,6 +156,19 @@ class History:
             pictures=self._pictures,
         )
 
+    @cached_property
+    def _takes_later_system(self) -> bool:
+        """Whether the template takes a system message behind the first message. That of Qwen3.5
+        refuses it, and clients send them."""
+        user = {"role": "user", "content": "a"}
+        later = {"role": "system", "content": "b"}
+        conversations = self._conversations_with(NO_TOOLS)
+        try:
+            conversations.prompt_ids([user, later, user])
+        except (ConfigError, ValueError):
+            return False
+        return True
+
     def _check_regular(self, tools: str, role: str) -> bool:
         """Return whether the template writes the same behind every answer."""
         try:
@@ -223,6 +238,15 @@ class History:
         for stop in self._spec.stop:
             text = text.partition(stop)[0]
         return text
+
+
+def _with_one_system(messages: Messages) -> Messages:
+    """Return messages in which the user says what a system message behind the first one does."""
+    shown = messages[:1]
+    for message in messages[1:]:
+        is_system = message["role"] == "system"
+        shown.append({**message, "role": "user"} if is_system else message)
+    return shown
 
 
 def _newest_answer(node: Node) -> Node:

@@ -85,9 +85,12 @@ def compare(message: Mapping[str, Any], answer: Recorded, marks: Thinking) -> Re
         return Resent(None, Likeness.EXACT)
     if content.strip() in PLACEHOLDERS:
         content = ""
+    own = split_thought(answer.text, marks)
     sent = split_thought(content, marks)
+    reasoning = str(message.get("reasoning_content") or message.get("reasoning") or "")
+    if reasoning and _normal(content) == _normal(own.visible):
+        sent = Thought(reasoning, content)  # a second thought is a part of the visible text
     if answer.calls and not sent_calls:
-        own = split_thought(answer.text, marks)
         return _compare_calls_as_text(sent.visible, own.visible, answer)
     if not _have_same_calls(sent_calls, answer.calls, answer.schemas):
         return Resent("calls")
@@ -95,8 +98,8 @@ def compare(message: Mapping[str, Any], answer: Recorded, marks: Thinking) -> Re
         return Resent(None, Likeness.IDS)
     if sent_calls and not sent.visible.strip():  # the text beside calls was left out
         return Resent(None)
-    thought = message.get("reasoning_content") or message.get("reasoning") or sent.thought
-    return _compare_texts(content, Thought(str(thought), sent.visible), answer, marks)
+    thought = reasoning or sent.thought
+    return _compare_texts(content, Thought(thought, sent.visible), answer, marks)
 
 
 def _compare_texts(content: str, sent: Thought, answer: Recorded, marks: Thinking) -> Resent:

@@ -122,6 +122,9 @@ class Episode:
     def ended_by(self) -> str:
         if self.group.error or self.error:
             return "error"
+        has_answers = self.num_requests > 0
+        if self.num_refused and not has_answers:
+            return self.limit or "refused"
         return self.limit or "answer"
 
     def keep_conversation(self, answer: Node, messages: Messages) -> None:

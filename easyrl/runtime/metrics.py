@@ -364,7 +364,8 @@ def no_requests_warning(logged: Iterable[Mapping[str, float]]) -> str:
     return (
         f"warning: {share:.0%} of the agent's episodes got no answer from the model, so their "
         "rewards say nothing of it, and nothing of them is trained. Either all their requests were "
-        "refused (ended_by in samples.jsonl), or they made none: a client must not answer from a "
+        "refused (ended_by in samples.jsonl is then `refused` or a limit, and notes of the run say "
+        "why), or they made none: a client must not answer from a "
         "cache, as dspy does by default (LM(…, cache=False))"
     )
 

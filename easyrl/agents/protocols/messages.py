@@ -260,6 +260,12 @@ def _result(block: dict[str, Any]) -> dict[str, Any]:
     if content is None:
         content = ""
     if isinstance(content, list):
+        if any(isinstance(part, dict) and part.get("type") == "tool_reference" for part in content):
+            raise ValueError(
+                "messages: expected text in the result of a tool, got tool_reference: all tools "
+                "are shown from the start, so switch the search for tools off "
+                "(ENABLE_TOOL_SEARCH=false for Claude's SDK)"
+            )
         content = [_picture(part) if _is_picture(part) else part for part in content]
     return {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content}
 
