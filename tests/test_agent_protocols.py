@@ -311,6 +311,27 @@ BAD = [
         },
         "image",
     ),
+    (
+        "/messages",
+        {
+            "max_tokens": 5,
+            "messages": [
+                *HELLO,
+                {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f"}]},
+                {
+                    "role": "user",
+                    "content": [
+                        {
+                            "type": "tool_result",
+                            "tool_use_id": "c",
+                            "content": [{"type": "tool_reference", "tool_name": "g"}],
+                        }
+                    ],
+                },
+            ],
+        },
+        "ENABLE_TOOL_SEARCH=false",
+    ),
     ("/messages", {"max_tokens": 5, "messages": [*HELLO, said("{")]}, "end"),
     ("/messages", {"max_tokens": 5, "messages": HELLO, "tool_choice": {"type": "x"}}, "tool"),
 ]
