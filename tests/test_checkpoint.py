@@ -303,6 +303,39 @@ def test_impossible_export_is_refused_and_removes_nothing(tmp_path):
     assert {*tmp_path.rglob("*")} == before | {out, *out.iterdir()}
 
 
+def test_forced_export_keeps_what_is_no_model(tmp_path, monkeypatch):
+    path, _ = make_checkpoint(tmp_path, "qwen3")
+    out = tmp_path / "out"
+    stale = ("model-00001-of-00002.safetensors", "model.safetensors.index.json", "merges.txt")
+    kept = ("LICENSE", "use.py", ".git/HEAD", ".git/objects/1", "evals/config.json")
+    export_checkpoint(path, out, card=lambda _: "# first\n")
+    for name in (*stale, *kept):
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text(name)
+    (out / "latest").symlink_to("evals")
+    (out / "nowhere").symlink_to("missing")
+    before = {*tmp_path.rglob("*")}
+    export_checkpoint(path, out, force=True, card=lambda _: "# second\n")
+    assert {*tmp_path.rglob("*")} == before - {out / name for name in stale}
+    assert all((out / name).read_text() == name for name in kept)
+    assert (out / "latest").readlink() == Path("evals")
+    assert (out / "README.md").read_text().startswith("# second\n")
+    AutoModelForCausalLM.from_pretrained(out)
+    # A card that somebody has changed is theirs; and some file systems have no hard links.
+    monkeypatch.setattr("os.link", Mock(side_effect=OSError))
+    mine = (out / "README.md").read_text().replace("second", "mine")
+    (out / "README.md").write_text(mine)
+    message = export_checkpoint(path, out, force=True, card=lambda _: "# third\n")
+    assert "README.md" in message and (out / "README.md").read_text() == mine
+    assert all((out / name).read_text() == name for name in kept)
+    # What cannot be kept ends the export, and nothing has changed.
+    monkeypatch.setattr("shutil.copy2", Mock(side_effect=OSError("no space")))
+    before = {*tmp_path.rglob("*")}
+    with pytest.raises(ConfigError, match="no space"):
+        export_checkpoint(path, out, force=True)
+    assert {*tmp_path.rglob("*")} == before
+
+
 def test_what_a_checkpoint_says_runs_no_code_of_a_model(tmp_path):
     path, _ = make_checkpoint(tmp_path, "qwen3")
     model, state = tmp_path / "model", json.loads((path / "state.json").read_text())["state"]

@@ -35,12 +35,32 @@ from easyrl.model.adapter_files import (
     read_adapter,
 )
 from easyrl.model.checkpoint_files import STATE, UNFINISHED, Checkpoint, find_checkpoint
+from easyrl.model.kept_parts import PROCESSOR_FILES
 from easyrl.model.weight_files import read_json
 
 TRUST = "model.trust_remote_code"  # never taken from the files of a run, which may be another's
 ADAPTER = "adapter"  # name of the adapter's folder beside a LoRA run's `model/`
 MERGED = "merged_adapter"
 """Folder, in a model that was made of an adapter, with that adapter."""
+CARD = "README.md"
+CARD_MARK = "\n<!-- card of easyrl export, sha256 of the text above: "
+MODEL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "pytorch_model*.bin*",
+    ADAPTER_CONFIG,
+    *files.TOKENIZERS,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "merges.txt",
+    *PROCESSOR_FILES,
+)
+"""Patterns of the files that belong to a model: those that are removed when it is replaced."""
+MODEL_FOLDERS = (MERGED, "additional_chat_templates")
+
+StrPath = str | os.PathLike[str]
 
 
 class DiskError(ConfigError):
@@ -49,8 +69,9 @@ class DiskError(ConfigError):
 
 @contextmanager
 def replace_folder(folder: Path, *, is_writer: bool = True, is_new: bool = False) -> Iterator[Path]:
-    """Yield a path to write a model to. Afterwards it replaces `folder`, which must not exist if
-    `is_new`. One of a sharded model's ranks `is_writer`. Raises DiskError."""
+    """Yield a path to write a model to. Afterwards it replaces the model in `folder`, which must
+    not exist if `is_new`; what else is there stays. One of a sharded model's ranks `is_writer`.
+    Raises DiskError."""
     from safetensors import SafetensorError
 
     folder = folder.resolve()
@@ -62,6 +83,7 @@ def replace_folder(folder: Path, *, is_writer: bool = True, is_new: bool = False
             for file in new.glob("*.safetensors"):  # created with mode 0600 by the library
                 shutil.copymode(next(new.glob("*config.json")), file)
             if folder.exists() and not is_new:
+                _link_others(folder, new)
                 folder.rename(old)
             new.rename(folder)
             shutil.rmtree(old, ignore_errors=True)
@@ -75,6 +97,49 @@ def _beside(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.{token_hex(4)}{UNFINISHED}")
 
 
+def _link_others(folder: Path, new: Path) -> None:
+    """Put what is in `folder` beside a model into the new folder, too. Links to the same files cost
+    no time and no space, and `folder` has all of it until it is replaced. Raises OSError."""
+    for entry in folder.iterdir():
+        target = new / entry.name
+        if _is_of_model(entry) or os.path.lexists(target):
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.copytree(entry, target, symlinks=True, copy_function=_link)
+        else:
+            _link(entry, target)
+
+
+def _is_of_model(entry: Path) -> bool:
+    if entry.is_dir():
+        return entry.name in MODEL_FOLDERS
+    if entry.name == CARD:
+        return not _has_own_card(entry.parent)
+    return any(entry.match(pattern) for pattern in MODEL_FILES)
+
+
+def _link(source: StrPath, target: StrPath) -> None:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:  # the file system has no such links
+        shutil.copy2(source, target, follow_symlinks=False)
+
+
+def _has_own_card(folder: Path) -> bool:
+    """Return whether a folder has a model card that an export has not written as it is."""
+    file = folder / CARD
+    if not file.is_file():
+        return False
+    content = file.read_bytes()
+    text, mark, _ = content.rpartition(CARD_MARK.encode())
+    return not mark or content != _marked(text)
+
+
+def _marked(card: bytes) -> bytes:
+    """Return a card with its digest, which shows whether somebody has changed it."""
+    return card + f"{CARD_MARK}{hashlib.sha256(card).hexdigest()} -->\n".encode()
+
+
 def export_checkpoint(
     source: Path,
     folder: Path,
@@ -86,8 +151,9 @@ def export_checkpoint(
     card: Callable[[Checkpoint], str | None] = lambda _: None,
 ) -> str:
     """Export a checkpoint, or the newest one of a run folder; return a message for the user.
-    `trust`: run code that comes with the model; `force`: replace a model in `folder`; `dtype` of
-    the weights: `own` is that of the model's files, `trained` as in the run. Raises ConfigError."""
+    `trust`: run code that comes with the model; `force`: replace a model in `folder`, but not what
+    else is there; `dtype` of the weights: `own` is that of the model's files, `trained` as in the
+    run. Raises ConfigError."""
     if os.path.lexists(folder) and not (force and (folder / "config.json").is_file()):
         raise ConfigError(f"DIR: expected a new folder (or a model and --force), got '{folder}'")
     checkpoint = find_checkpoint(source, verify=verify)
@@ -125,15 +191,19 @@ def export_checkpoint(
         chosen = trained
     sha256 = policy.weights_sha256()
     text = card(checkpoint)
+    keeps_card = _has_own_card(folder)
     with replace_folder(folder, is_new=not force) as new:
         rounded_to = None if chosen == trained else chosen
         save_policy(policy, new, tokenizer, kept=kept, dtype=rounded_to)
-        if text is not None:
-            (new / "README.md").write_bytes(text.encode(errors="replace"))
-    return (
+        if text is not None and not keeps_card:
+            (new / CARD).write_bytes(_marked(text.encode(errors="replace")))
+    message = (
         f"{checkpoint.path}, iteration {checkpoint.state['num_iterations']}, is exported to "
         f"{folder} in {chosen} (weights as trained: sha256 {sha256})"
     )
+    if keeps_card:
+        message += f"; {folder / CARD} was not written by an export, and is kept"
+    return message
 
 
 @dataclass(frozen=True, slots=True)
