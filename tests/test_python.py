@@ -16,9 +16,10 @@ import pytest
 
 from easyrl import events
 from easyrl.api.calls import Run, evaluate, train
+from easyrl.api.inputs import Inputs
 from easyrl.cli.eval import evaluate as eval_command
 from easyrl.cli.grpo import grpo
-from easyrl.config import Config
+from easyrl.config import Config, load_config
 from easyrl.observe.observers import make_observers
 from easyrl.observe.text import say_rich
 from easyrl.runtime.resolve import resolve
@@ -142,6 +143,30 @@ def test_classes_and_tools_are_environments(tmp_path):
     )
     assert run.metrics[0]["rewards/environment/mean"] == rate
     assert run.resume(iterations=2, progress=False).summary["iterations"] == 2
+
+
+def test_only_names_of_stored_objects_get_the_path_of_their_folder(tmp_path):
+    values = {
+        "data.dataset": ROWS,
+        "eval.dataset": [ROWS[0]],
+        "data.prompt_template": "<inputs>/data.jsonl {prompt}",
+        "data.system_prompt": "Use <inputs>.",
+        "reward.functions": [length, "exact_match"],
+        "rollout.environment": {"room": Mock, "<inputs>": "mine.py:Room"},
+    }
+    inputs = Inputs(values)
+    with inputs.stored(load_config(None, values), tmp_path / "run") as config:
+        home = tmp_path / "run" / "inputs"
+        assert config.data.dataset == str(home / "data.jsonl")
+        assert config.eval.dataset == str(home / "eval.jsonl")
+        assert config.data.prompt_template == values["data.prompt_template"]
+        assert config.data.system_prompt == values["data.system_prompt"]
+        assert config.reward.functions == [f"{home}/rewards.py:length", "exact_match"]
+        rooms = {"room": f"{home}/environments.py:Mock", "<inputs>": "mine.py:Room"}
+        assert config.rollout.environment == rooms
+        assert "agent" not in config.rollout.model_fields_set
+        names = {path.name for path in home.iterdir()}
+        assert names == {"data.jsonl", "eval.jsonl", "rewards.py", "environments.py"}
 
 
 def unusable_dataset(kind):

@@ -16,6 +16,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -152,19 +153,34 @@ class Inputs:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _write(self, config: Config, folder: Path) -> Config:
-        """Write the files; return the config in which HERE is replaced by the path of their folder,
-        however deep it is nested."""
+        """Write the files; return the config in which their names have the path of their folder."""
         home = folder / INPUTS
         folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
         home.mkdir(exist_ok=True)
         for name, text in self._texts.items():
             (home / name).write_text(text, encoding="utf-8")
-        values = json.dumps(config.model_dump(mode="json", exclude_unset=True))
-        path_in_json = json.dumps(str(home))[1:-1]
-        return Config(**json.loads(values.replace(HERE, path_in_json)))
+        changes = {}
+        for key in (*DATASETS, *CODE):
+            value = attrgetter(key)(config)
+            stored = _stored_in(home, value)
+            if stored != value:
+                changes[key] = stored
+        return change_config(config, changes)
 
     def __bool__(self) -> bool:
         return bool(self._texts)
+
+
+def _stored_in(home: Path, value: Any) -> Any:
+    """Return the value of a key with the path of the files' folder instead of HERE: a text, a list
+    or a mapping of texts, or None."""
+    if isinstance(value, dict):
+        return {name: _stored_in(home, each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_stored_in(home, each) for each in value]
+    if isinstance(value, str) and value.startswith(f"{HERE}/"):
+        return f"{home}{value.removeprefix(HERE)}"
+    return value
 
 
 def _open_table(dataset: Any) -> Table:
