@@ -231,6 +231,31 @@ def test_a_run_is_evaluated_as_it_was_trained(workers, run, tmp_path):
         assert all(values[key] != value for key, value in not_taken.items())
 
 
+def test_config_of_a_run_names_no_folder_for_an_evaluation(workers, run, tmp_path, monkeypatch):
+    settings = {
+        "data.dataset": write_sums(tmp_path / "d.jsonl", 1),
+        "reward.functions": ["exact_match"],
+        "output.dir": str(run),
+    }
+    (run / "config.yaml").write_text(to_commented_yaml(load_config(None, settings)))
+    (run / "logs").mkdir(exist_ok=True)
+    (run / "logs" / "easyrl.log").touch()
+    names = {path.name for path in run.iterdir()}
+    moved = run.rename(tmp_path / "moved")
+    words = ("eval", "--no-live", *SMALL, "--model", "tiny")
+    monkeypatch.chdir(moved)
+    done = easyrl(*words, "--config", "config.yaml")
+    assert done.exit_code == 0, done.output
+    assert {path.name for path in moved.iterdir()} == names | {"runs"} and not run.exists()
+    [folder] = moved.glob("runs/*-eval-*")
+    assert read_results(folder)["dataset"] == settings["data.dataset"]
+    call(tmp_path / "ev", *words[2:], "--config", moved / "config.yaml")
+    (tmp_path / "ev" / "eval.json").unlink()
+    done = easyrl(*words, "--config", tmp_path / "ev" / "config.yaml")  # an evaluation continues
+    assert done.exit_code == 0, done.output
+    assert read_results(tmp_path / "ev")["num_problems"] == 1
+
+
 def test_each_row_of_a_file_is_evaluated_once(workers, tmp_path):
     data = write_sums(tmp_path / "d.jsonl", 5, 3, 4, 3)
     words = ("--dataset", data, "--infer-devices", "cpu", "--reward", "exact_match")

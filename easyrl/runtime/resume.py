@@ -251,11 +251,18 @@ def _check_settings(config: Config, state: SavedState, path: Path) -> None:
         )
 
 
-def settings_to_evaluate(given: Mapping[str, Any], file: object) -> dict[str, Any]:
+def settings_to_evaluate(
+    given: Mapping[str, Any], file: str | os.PathLike[str] | None
+) -> dict[str, Any]:
     """Return the settings of an evaluation that come before the `given` ones: without a config
     `file` those of the run whose model it is, data, rewards, environment, sampling and data type.
-    Not those that a data set or rewards replace: a preset is asked and scored in its own way."""
+    Not those that a data set or rewards replace: a preset is asked and scored in its own way. With
+    the config file of a run, the results do not go to the run's folder."""
     settings: dict[str, Any] = {}
+    if file is not None:
+        config_file = Path(file).absolute()
+        if config_file.name == "config.yaml" and run_folder.is_run(config_file.parent):
+            settings["output.dir"] = None
     if given.get("data.dataset") is not None:
         settings["eval.dataset"] = None  # of the run or the file
     path = given.get("model.path")

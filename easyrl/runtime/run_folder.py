@@ -329,11 +329,16 @@ def is_locked(folder: Path) -> bool:
     return False
 
 
+def is_run(folder: Path) -> bool:
+    """Return whether this is the folder of a run, not that of an evaluation or any other one."""
+    return (folder / "logs" / "easyrl.log").is_file()
+
+
 def is_unstarted(folder: Path) -> bool:
     """Return whether a run ended in this folder without any result: a run may start again in it."""
     results = ("metrics.jsonl", "samples.jsonl", "summary.json", CHECKPOINTS, "model")
     has_result = any((folder / name).exists() for name in results)
-    return (folder / "logs" / "easyrl.log").is_file() and not has_result
+    return is_run(folder) and not has_result
 
 
 def has_only_inputs(folder: Path) -> bool:
