@@ -14,8 +14,10 @@ from easyrl.engines.vllm import platforms
 from easyrl.evaluation.command import check_evaluation
 from easyrl.runtime import memory_estimate
 from easyrl.runtime.checks import CHECKS, FACTS, Check, Checks, Stage
-from easyrl.runtime.checks.devices import find_disk
+from easyrl.runtime.checks.devices import find_disk, written_by_run
+from easyrl.runtime.checks.engine import measure_model
 from easyrl.runtime.preflight import check_run, make_plan
+from easyrl.runtime.resolve import resolve
 from mistakes import make_run
 
 
@@ -77,6 +79,20 @@ def test_a_full_disk_is_the_same_error_before_a_start_and_in_a_plan(tmp_path):
     started, planned = answers(config, is_evaluated=False)
     assert started == planned and started.startswith("output.dir (--output): model and check")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("words", "num_bytes"), [
+    ((), 4 + 3 * 4 * (1 + 1)),  # per weight: the model, and a checkpoint with its successor
+    (("train.eval_every=1",), 4 + 3 * 4 * (2 + 1)),
+    (("model.dtype=bfloat16", "train.keep_checkpoints=0"), 4),
+    (("model.dtype=bfloat16", "model.lora.rank=2"), 2),
+    (("model.lora.rank=2",), 4),
+])  # fmt: skip
+def test_a_run_needs_the_disk_for_the_weights_in_the_dtype_that_it_writes(words, num_bytes):
+    spec = resolve(load_config(words=["train.keep_checkpoints=1", *words]))
+    model = measure_model(spec.model)
+    written = written_by_run(spec, model, None, is_resumed=False)
+    assert written.num_bytes == num_bytes * model.num_weights
 
 
 @pytest.mark.usefixtures("full_disk")

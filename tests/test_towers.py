@@ -108,8 +108,8 @@ def test_what_is_loaded_is_counted_and_printed(tmp_path):
     line = describe_weights(measured, spec)
     assert f"{num_loaded:,} weights" in line and f"{num_kept:,}" in line
     assert measured.size.vocabulary_size == 128 and measured.size.num_layers == 2
-    schedule = resolve(load_config(words=["train.keep_checkpoints=0"])).schedule
-    written = written_by_run(schedule, measured, None, is_resumed=False)
+    of_run = resolve(load_config(words=["train.keep_checkpoints=0"]))
+    written = written_by_run(of_run, measured, None, is_resumed=False)
     assert written.num_bytes == 4 * num_loaded + 2 * num_kept
     before = fingerprint(str(source))
     file = source / "model.safetensors"

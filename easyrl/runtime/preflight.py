@@ -105,7 +105,7 @@ def check_run(
         lengths_section="rollout",
         model=model,
         disk=find_disk(folder),
-        written=written_by_run(spec.schedule, model, source, is_resumed=is_resumed),
+        written=written_by_run(spec, model, source, is_resumed=is_resumed),
     )
     prompts = datasets.open_prompts(spec.data)
     run = run.with_pictures(prompts.has_pictures)
@@ -340,7 +340,7 @@ class _Planner:
 
         self._plan_memory(model)
         if self.placement.assumed is None:  # of other machines these are not known
-            written = written_by_run(spec.schedule, model, source, is_resumed=is_resumed)
+            written = written_by_run(spec, model, source, is_resumed=is_resumed)
             has_compiler = devices.has_c_compiler()
             self.checks.add(disk=find_disk(folder), written=written, has_compiler=has_compiler)
         self.checks.add(config=config, folder=folder, is_resumed=is_resumed)

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from easyrl import devices
 from easyrl.config import ConfigError
-from easyrl.config.spec import RunSpec, ScheduleSpec
+from easyrl.config.spec import RunSpec
 from easyrl.data.hub import BUILT_IN_MODELS
 from easyrl.formatting import counted
 from easyrl.model.export import ModelSource
-from easyrl.model.files import FLOAT_BYTES
+from easyrl.model.files import DTYPE_BYTES, FLOAT_BYTES
 from easyrl.runtime.checks.engine import MeasuredModel
 from easyrl.runtime.memory_estimate import GIB
 from easyrl.runtime.placement import Placement
@@ -44,22 +44,24 @@ def find_disk(folder: Path) -> Disk:
 
 
 def written_by_run(
-    schedule: ScheduleSpec, model: MeasuredModel, source: ModelSource | None, *, is_resumed: bool
+    spec: RunSpec, model: MeasuredModel, source: ModelSource | None, *, is_resumed: bool
 ) -> Written:
     """Return what a run writes: the model that it starts from if that is to be made, the final
     model, and its checkpoints with the one that replaces the oldest."""
-    weights_bytes = FLOAT_BYTES * model.num_weights
-    num_checkpoints = schedule.keep_checkpoints
-    if num_checkpoints > 0 and schedule.eval_every > 0:
+    is_lora = model.num_trained is not None
+    num_checkpoints = spec.schedule.keep_checkpoints
+    if num_checkpoints > 0 and spec.schedule.eval_every > 0:
         num_checkpoints += 1  # the best one
     # A resumed run was checked when it started; the checkpoints of adapters are small.
-    if is_resumed or model.num_trained is not None:
+    if is_resumed or is_lora:
         num_checkpoints = 0
-    num_models = 1
+    num_copies = 0
     if num_checkpoints > 0:
-        num_models += COPIES_PER_CHECKPOINT * (num_checkpoints + 1)
+        num_copies = COPIES_PER_CHECKPOINT * (num_checkpoints + 1)
+    dtype = spec.model.dtype if is_lora else "float32"  # of the final model, as in the trainer
     num_kept_bytes = model.files.kept.num_bytes
-    num_bytes = num_models * weights_bytes + num_kept_bytes  # only the final model has them
+    num_bytes = DTYPE_BYTES[dtype] * model.num_weights + num_kept_bytes
+    num_bytes += num_copies * FLOAT_BYTES * model.num_weights
     if source is not None:
         num_bytes += source.made_bytes(model.num_weights, num_kept_bytes)
     advice = "keep fewer (train.keep_checkpoints)"
