@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -29,7 +29,7 @@ from easyrl.model.checkpoint_files import (
     unfinished_name,
 )
 from easyrl.model.export import export_checkpoint, find_model, run_of
-from easyrl.model.files import fingerprint
+from easyrl.model.files import fingerprint, read_loaded_files
 from easyrl.model.loading import load_policy
 from easyrl.runtime.resolve import resolve
 from easyrl.workers.learner import Learner
@@ -209,12 +209,14 @@ def test_newest_and_best_checkpoints_are_kept_and_leftovers_deleted(two, tmp_pat
     assert kept(1) == {"100", "best", "mine.unfinished"}
 
 
-def make_checkpoint(folder, family, **changes):
-    """Write a checkpoint that differs in every weight from the run's model."""
+def make_checkpoint(folder, family, *, change=lambda model: None, **changes):
+    """Write a checkpoint that differs in every weight from the run's model. `change`: of the folder
+    of that model."""
     model = tiny_model(family, **changes)
     model.save_pretrained(folder / "model")
     for file in TINY.glob("token*"):
         shutil.copy(file, folder / "model")
+    change(folder / "model")
     config = load_config(words=[f"model.path={folder / 'model'}"])
     policy = load_policy(config.model.path)
     with torch.no_grad():
@@ -262,6 +264,25 @@ def test_exported_model_is_that_of_the_checkpoint(tmp_path, family, changes):
     wide = load_file(tmp_path / "exported" / "model.safetensors")
     assert all(torch.equal(narrow[name], wide[name].bfloat16()) for name in wide)
     assert json.loads((tmp_path / "narrow" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_export_of_a_model_with_a_few_weights_in_float32_is_as_large_as_the_model(tmp_path):
+    def with_a_wide_norm(folder):
+        weights = load_file(folder / "model.safetensors")
+        weights["model.norm.weight"] = weights["model.norm.weight"].float()
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+    path, policy = make_checkpoint(tmp_path, "qwen3", dtype="bfloat16", change=with_a_wide_norm)
+    assert "in bfloat16" in export_checkpoint(path, tmp_path / "out")
+    trained = policy.model.state_dict()
+    for name, weight in load_file(tmp_path / "out" / "model.safetensors").items():
+        is_wide = name == "model.norm.weight"
+        assert weight.dtype == (torch.float32 if is_wide else torch.bfloat16)
+        assert torch.equal(weight, trained[name].to(weight.dtype))
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    # Ranks that share the weights load them as one rank does: none is rounded.
+    files = read_loaded_files(str(tmp_path / "model"))
+    assert (files.stored_dtype, files.main_dtype) == ("float32", "bfloat16")
 
 
 def test_fingerprint_covers_tokenizer_and_configuration(tmp_path):

@@ -25,7 +25,7 @@ from typing import Any, Literal
 from easyrl.config import Config, ConfigError, load_config
 from easyrl.config.model import DType, LoraConfig
 from easyrl.config.spec import ModelSpec
-from easyrl.data.hub import BUILT_IN_MODELS, KEY, loadable_model, resolve_model
+from easyrl.data.hub import BUILT_IN_MODELS, KEY, loadable_model, model_folder, resolve_model
 from easyrl.formatting import install_command
 from easyrl.model import files
 from easyrl.model.adapter_files import (
@@ -36,7 +36,7 @@ from easyrl.model.adapter_files import (
 )
 from easyrl.model.checkpoint_files import STATE, UNFINISHED, Checkpoint, find_checkpoint
 from easyrl.model.kept_parts import PROCESSOR_FILES
-from easyrl.model.weight_files import read_json
+from easyrl.model.weight_files import FLOAT32, read_headers, read_json
 
 TRUST = "model.trust_remote_code"  # never taken from the files of a run, which may be another's
 ADAPTER = "adapter"  # name of the adapter's folder beside a LoRA run's `model/`
@@ -164,7 +164,7 @@ def export_checkpoint(
 
     config = load_config(None, {**checkpoint.state["config"], TRUST: trust})
     model = config.model
-    stored = files.read_loaded_files(model.path, trust_remote_code=trust).stored_dtype
+    stored = files.read_loaded_files(model.path, trust_remote_code=trust)
     if checkpoint.state["identity"]["model.path"] != files.fingerprint(model.path):
         raise ConfigError(
             f"model.path: the files of {model.path} have changed since the run of "
@@ -185,8 +185,12 @@ def export_checkpoint(
         policy.add_adapter(model.lora, path=model.path, seed=config.runtime.seed)
     read_tensors(checkpoint.path, policy.model)
     chosen: str = dtype
+    names_in_float32 = set[str]()
     if dtype == "own":
-        chosen = stored
+        chosen = stored.main_dtype
+        for weight in read_headers(model_folder(model.path), is_whole=False).values():
+            if weight.dtype == FLOAT32:
+                names_in_float32.add(weight.name)
     elif dtype == "trained":
         chosen = trained
     sha256 = policy.weights_sha256()
@@ -194,7 +198,14 @@ def export_checkpoint(
     keeps_card = _has_own_card(folder)
     with replace_folder(folder, is_new=not force) as new:
         rounded_to = None if chosen == trained else chosen
-        save_policy(policy, new, tokenizer, kept=kept, dtype=rounded_to)
+        save_policy(
+            policy,
+            new,
+            tokenizer,
+            kept=kept,
+            dtype=rounded_to,
+            names_in_float32=names_in_float32,
+        )
         if text is not None and not keeps_card:
             (new / CARD).write_bytes(_marked(text.encode(errors="replace")))
     message = (

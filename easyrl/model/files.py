@@ -35,7 +35,13 @@ from easyrl.model.text_part import (
     unsupported_type_reason,
     whole_class,
 )
-from easyrl.model.weight_files import SAFETENSORS, dtype_of, read_headers, read_json
+from easyrl.model.weight_files import (
+    SAFETENSORS,
+    dtype_of,
+    main_dtype_of,
+    read_headers,
+    read_json,
+)
 
 BOUNDED_ROPES = {"default", "llama3", "dynamic", "mrope"}
 """RoPE types with which `max_position_embeddings` bounds the sequence length."""
@@ -70,6 +76,8 @@ class ModelFiles:
     num_weights: int | None  # elements of all weights, tied ones once; None if unknown
     stored_dtype: str  # torch's name of all weights' dtype; float32 if they differ or it is unknown
     kept: KeptSize = NOTHING_KEPT  # what `num_weights` does not count
+    main_dtype: str = "float32"
+    """The dtype of most elements. A model in bfloat16 may have a few small tensors in float32."""
 
 
 def read_model_files(path: str, key: str = KEY, *, is_whole: bool = True) -> ModelFiles:
@@ -102,7 +110,7 @@ def _read_model_files(path: str, *, is_whole: bool) -> ModelFiles:
             missing = "tokenizer (tokenizer.json)"
         if missing is not None:
             raise ConfigError(f"{KEY}: the folder '{path}' has no {missing}; {FORMS}")
-    return ModelFiles(path, config, weights.number, weights.dtype)
+    return ModelFiles(path, config, weights.number, weights.dtype, main_dtype=weights.main_dtype)
 
 
 def _is_quantized(folder: Path, config: dict[str, Any]) -> bool:
@@ -143,17 +151,20 @@ def tokenizer_content(folder: Path) -> bytes:
 class _StoredWeights(NamedTuple):
     number: int | None  # elements of all weights, tied ones once; None if unknown
     dtype: str  # torch's name of all weights' dtype; float32 if they differ or it is unknown
+    main_dtype: str  # that most elements have
 
 
 def _read_weights(folder: Path, config: dict[str, Any], *, is_whole: bool) -> _StoredWeights:
     """Read the headers of the weight files. Unless `is_whole`, files may be missing."""
     weights = read_headers(folder, is_whole=is_whole)
     if not weights:
-        return _StoredWeights(None, "float32")
+        return _StoredWeights(None, "float32", "float32")
     dtype = dtype_of(weights.values())
+    main_dtype = main_dtype_of(weights.values())
     if config.get("tie_word_embeddings"):
         weights.pop("lm_head.weight", None)
-    return _StoredWeights(sum(weight.num_elements for weight in weights.values()), dtype)
+    number = sum(weight.num_elements for weight in weights.values())
+    return _StoredWeights(number, dtype, main_dtype)
 
 
 def max_positions(model_config: dict[str, Any]) -> int | None:
@@ -337,10 +348,12 @@ def read_loaded_files(
             "again"
         )
     kept = [headers[name] for name in sorted(parts.kept)]
+    loaded = [headers[name] for name in sorted(parts.loaded)]
     return replace(
         described,
         num_weights=parts.num_loaded,
-        stored_dtype=dtype_of(headers[name] for name in parts.loaded),
+        stored_dtype=dtype_of(loaded),
+        main_dtype=main_dtype_of(loaded),
         kept=KeptSize(
             num_weights=sum(weight.num_elements for weight in kept),
             num_bytes=sum(weight.num_bytes for weight in kept),

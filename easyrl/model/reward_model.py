@@ -156,7 +156,7 @@ def reward_model_needs(
     batch_bytes = 0
     for path in paths:
         files = read_model_files(path, KEY)
-        dtype_bytes = DTYPE_BYTES["float32" if files.stored_dtype == "float32" else "bfloat16"]
+        dtype_bytes = DTYPE_BYTES["float32" if files.main_dtype == "float32" else "bfloat16"]
         weights_bytes += dtype_bytes * (files.num_weights or 0)
         size = model_size(files.config, 0)
         if size is not None:

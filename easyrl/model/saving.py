@@ -1,5 +1,6 @@
 """Save a policy as a Hugging Face folder."""
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ def save_policy(
     kept: KeptParts | None = None,
     is_writer: bool = True,
     dtype: str | None = None,
+    names_in_float32: Collection[str] = (),
 ) -> None:
     """Write a Hugging Face folder, adapters merged, with what is `kept` of the model's own, which
     includes a frozen tower. All ranks call this; one `is_writer`. With `dtype` the weights are
-    rounded to it, the policy's own too."""
+    rounded to it, the policy's own too, but not those with `names_in_float32`."""
     model = policy.model
     rounded_to = None if dtype is None else getattr(torch, dtype)
     left_out = set[Tensor]()
@@ -37,7 +39,7 @@ def save_policy(
         parameter = id(weight.reference)
         if parameter not in gathered:
             values = whole(weight.materialize())
-            if rounded_to is not None:
+            if rounded_to is not None and weight.name not in names_in_float32:
                 values = values.to(rounded_to)
             gathered[parameter] = values.cpu() if is_writer else values.new_empty(0)
         state[weight.name] = gathered[parameter]

@@ -7,6 +7,7 @@ dtype, shape and [start, stop] in the data), the data.
 import json
 import math
 import struct
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -17,6 +18,7 @@ from easyrl.data.hub import FORMS, KEY
 SAFETENSORS = "model.safetensors"
 INDEX = f"{SAFETENSORS}.index.json"
 NARROW_DTYPES = {"BF16": "bfloat16", "F16": "float16"}  # safetensors' names
+FLOAT32 = "F32"
 LENGTH = struct.Struct("<Q")  # of a safetensors file's header
 METADATA = "__metadata__"  # the key of a header that names no weight
 
@@ -104,3 +106,11 @@ def dtype_of(weights: Iterable[StoredWeight]) -> str:
     """Return torch's name of the dtype of all weights; float32 if they differ."""
     dtypes = {NARROW_DTYPES.get(weight.dtype, "float32") for weight in weights}
     return dtypes.pop() if len(dtypes) == 1 else "float32"
+
+
+def main_dtype_of(weights: Iterable[StoredWeight]) -> str:
+    """Return torch's name of the dtype that most elements have; float32 if there are none."""
+    num_elements = Counter[str]()
+    for weight in weights:
+        num_elements[NARROW_DTYPES.get(weight.dtype, "float32")] += weight.num_elements
+    return max(num_elements, key=num_elements.__getitem__, default="float32")
