@@ -12,7 +12,8 @@ import sys
 import pytest
 
 from easyrl import events
-from easyrl.config import by_name, load_config, to_commented_yaml
+from easyrl.api.calls import evaluate as python_evaluate
+from easyrl.config import ConfigError, by_name, load_config, to_commented_yaml
 from easyrl.config.rollout import SamplingChoice
 from easyrl.data.tasks import ARITHMETIC
 from easyrl.evaluation import command
@@ -254,6 +255,23 @@ def test_config_of_a_run_names_no_folder_for_an_evaluation(workers, run, tmp_pat
     done = easyrl(*words, "--config", tmp_path / "ev" / "config.yaml")  # an evaluation continues
     assert done.exit_code == 0, done.output
     assert read_results(tmp_path / "ev")["num_problems"] == 1
+
+
+def test_rows_of_a_program_are_evaluated_in_an_empty_folder(workers, tmp_path):
+    folder = tmp_path / "ev"
+    folder.mkdir()
+    options = {"output": folder, "infer_devices": "cpu", "progress": False}
+    rows = [{"prompt": "1+1=", "answer": "2"}]
+    with pytest.raises(ConfigError, match=r"^model\.path"):
+        python_evaluate(tmp_path / "no model", rows, "exact_match", **options)
+    assert folder.is_dir() and not [*folder.iterdir()]
+    result = python_evaluate("tiny", rows, "exact_match", **options)
+    assert len(result.samples) == 1 and (folder / "inputs" / "data.jsonl").is_file()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes").touch()
+    with pytest.raises(ConfigError, match=r"output\.dir"):
+        python_evaluate("tiny", rows, "exact_match", **(options | {"output": tmp_path / "mine"}))
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes"]
 
 
 def test_each_row_of_a_file_is_evaluated_once(workers, tmp_path):

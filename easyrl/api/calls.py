@@ -240,7 +240,9 @@ def evaluate(
         settings = settings_to_evaluate(options, config) | settings
         resolved, inputs = _resolve(config, options, settings)
         folder = run_folder.folder_of(resolved.output.dir, resolved.data.datasets, "eval-")
-        if inputs and folder.exists() and not (folder / "settings.json").is_file():
+        is_empty = folder.is_dir() and not any(folder.iterdir())
+        is_usable = not folder.exists() or is_empty or (folder / "settings.json").is_file()
+        if inputs and not is_usable:
             raise ConfigError(f"output.dir (output): '{folder}' exists, and is no evaluation")
         quiet = contextlib.nullcontext() if progress else contextlib.redirect_stdout(io.StringIO())
         other = None if compare is None else Path(compare)

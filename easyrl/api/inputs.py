@@ -138,8 +138,9 @@ class Inputs:
     @contextmanager
     def stored(self, config: Config, folder: Path) -> Iterator[Config]:
         """Write the files into `folder`, and yield the config with their paths. In the end, remove
-        a new folder to which nothing else was written."""
+        what is new if nothing else was written to it: the folder, or the files in it."""
         is_new = not folder.exists()
+        had_inputs = (folder / INPUTS).exists()
         folder = folder.absolute()
         config = change_config(config, {"output.dir": str(folder)})
         try:
@@ -149,8 +150,8 @@ class Inputs:
         except OSError as error:
             raise ConfigError(f"output.dir (output): cannot write '{folder}': {error}") from None
         finally:
-            if is_new and has_only_inputs(folder):
-                shutil.rmtree(folder, ignore_errors=True)
+            if not had_inputs and has_only_inputs(folder):
+                shutil.rmtree(folder if is_new else folder / INPUTS, ignore_errors=True)
 
     def _write(self, config: Config, folder: Path) -> Config:
         """Write the files; return the config in which their names have the path of their folder."""
