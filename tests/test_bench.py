@@ -1,6 +1,7 @@
 """The benchmarks on small sizes: they measure what their figures' names say."""
 
 import json
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from benchmarks.performance_model import (
     TRAIN_LOGIT_BYTES,
     Load,
 )
+from easyrl import events
 from easyrl.bench import harness, loop, peer
 from easyrl.bench.harness import run_suite
 from easyrl.data import picture_sums
@@ -78,6 +80,25 @@ def test_the_pictures_of_the_peer_suite_are_576_tokens_before_7_million_weights(
     processor = load_processor(path, max_image_pixels=2**20)
     of_a_prompt = PictureSize(picture_sums.SIZE, picture_sums.SIZE)
     assert processor.num_tokens(of_a_prompt) == 576
+
+
+def test_means_of_an_iteration_are_of_the_measured_ones(monkeypatch):
+    def run(config, observers):
+        for number in range(1, 4):  # of more that were asked for
+            metrics = {
+                "perf/iteration_seconds": 2.0 * number,
+                "num_completion_tokens": 100 * number**2,
+            }
+            event = Mock(spec=events.IterationFinished, time=10.0 * number, metrics=metrics)
+            for observe in observers:
+                observe(event)
+        return events.RunEnded(0, "")
+
+    monkeypatch.setattr(harness, "run", run)
+    figures = harness.record("run", {}, iterations=5)
+    assert figures == {"iteration_seconds": 5.0, "completion_tokens": 400.0, "seconds": 10.0}
+    result = easyrl("bench", "loop", "train.iterations=10")
+    assert result.exit_code == 2 and "--iterations" in result.output
 
 
 @pytest.mark.long

@@ -296,6 +296,7 @@ def record(
             figures[key.removeprefix("perf/")] = float(statistics.median(values))
     # Tokens are counted from the run's start.
     num_tokens = lines[-1]["num_completion_tokens"] - lines[0]["num_completion_tokens"]
-    figures["completion_tokens"] = num_tokens / iterations
-    figures["seconds"] = (finished[-1].time - finished[0].time) / iterations
+    num_measured = len(lines) - 1  # fewer than asked for, if `train.stop_when` has ended the run
+    figures["completion_tokens"] = num_tokens / num_measured
+    figures["seconds"] = (finished[-1].time - finished[0].time) / num_measured
     return figures

@@ -72,7 +72,13 @@ def run(
     `both_busy` is a lower bound: it is exact if something is busy all the time.
     """
     flags: dict[str, Any] = {"devices.infer": infer_devices, "devices.train": train_devices}
-    placement = resolve_placement(resolve(load_config(None, flags, words)))
+    config = load_config(None, flags, words)
+    if "iterations" in config.train.model_fields_set:
+        raise ConfigError(
+            "train.iterations: expected --iterations N, the measured ones of each run, got "
+            f"train.iterations={config.train.iterations}"
+        )
+    placement = resolve_placement(resolve(config))
     on_cpu = placement.train.kind == "cpu"
     flags |= CPU_SETTINGS if on_cpu else ACCELERATOR_SETTINGS
     flags |= {
