@@ -60,6 +60,18 @@ def test_later_layers_win_and_empty_ones_are_the_defaults(tmp_path):
         assert load_config(write(tmp_path, text)) == load_config() == Config()
 
 
+@pytest.mark.parametrize("name", ["runs", "läufe 走", 'a "b"'])
+def test_a_moved_run_finds_its_inputs_in_a_folder_of_any_name(name, tmp_path):
+    folder = tmp_path / name / "first"
+    (folder / "inputs").mkdir(parents=True)
+    functions = [f"{folder}/inputs/rewards.py:length", "exact_match"]
+    config = load_config(None, {"output.dir": str(folder), "reward.functions": functions})
+    (folder / "config.yaml").write_text(to_commented_yaml(config), encoding="utf-8")
+    moved = folder.rename(folder.with_name(f"{name} moved"))
+    found = load_config(moved / "config.yaml").reward.functions
+    assert found == [f"{moved}/inputs/rewards.py:length", "exact_match"]
+
+
 def test_every_synonym_and_advice_names_settings_that_exist():
     named = {
         key for here in names_of_others().values() for key in re.findall(r"[a-z]\w*\.[\w.]+", here)

@@ -70,7 +70,10 @@ def move_inputs(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return the settings of a run, by section, with its inputs in `folder`: the run's folder may
     have been moved or copied there."""
     before = (settings.get("output") or {}).get("dir")
-    text = json.dumps(settings).replace(f'"{before}/{INPUTS}/', f'"{folder.absolute()}/{INPUTS}/')
+    # Beginnings of texts as JSON has them, which escapes quotes and letters like "ä".
+    old_beginning = json.dumps(f"{before}/{INPUTS}/")[:-1]
+    new_beginning = json.dumps(f"{folder.absolute()}/{INPUTS}/")[:-1]
+    text = json.dumps(settings).replace(old_beginning, new_beginning)
     return dict(json.loads(text))
 
 
