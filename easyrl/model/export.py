@@ -213,7 +213,7 @@ def export_checkpoint(
         f"{folder} in {chosen} (weights as trained: sha256 {sha256})"
     )
     if keeps_card:
-        message += f"; {folder / CARD} was not written by an export, and is kept"
+        message += f"; {folder / CARD} is not as an export writes it, and is kept"
     return message
 
 
