@@ -293,6 +293,8 @@ def test_sampling_is_the_users_then_the_presets_then_that_of_training():
         (("eval.num_samples=2",), of_preset, SamplingChoice(2, 999, 0.6, 0, 0.95)),
         ((), {}, SamplingChoice(1, 256, 0.0)),
         (("eval.num_samples=3", *training), {}, SamplingChoice(3, 9, 0.7)),
+        (("eval.temperature=0",), of_preset, SamplingChoice(1, 999, 0.0, 0, 0.95)),
+        (("eval.num_samples=3",), {"temperature": 0.0}, SamplingChoice(3, 256, 1.0)),
     ]:
         config = load_config(words=words)
         assert SamplingChoice.of_evaluation(config.eval, config.rollout, preset) == expected

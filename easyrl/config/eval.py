@@ -23,7 +23,7 @@ class EvalConfig(Section):
     problems of `data.dataset`; in `easyrl eval` all of its rows if it has none. A preset uses its
     own prompts; any other data set is read as `data` says."""
     num_samples: MayChange[PositiveInt | None] = None
-    """Completions per problem; null: the preset's number, else 1."""
+    """Completions per problem; null: the preset's number, else 1, and 1 if `temperature` is 0."""
     temperature: MayChange[NonNegativeFloat | None] = None
     """Sampling temperature; 0: greedy. Null: the preset's, else 0 for one sample per problem and
     `rollout.temperature` for several."""

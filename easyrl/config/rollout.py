@@ -191,6 +191,8 @@ class SamplingChoice:
             for name in values:
                 if given.get(name) is not None:
                     values[name] = given[name]
-        if values["temperature"] == 0.0 and values["num_samples"] > 1:
+        if config.temperature == 0.0:
+            values["num_samples"] = 1  # a preset's samples would be the same
+        elif values["temperature"] == 0.0 and values["num_samples"] > 1:
             values["temperature"] = rollout.temperature
         return cls(**values)
