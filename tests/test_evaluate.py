@@ -13,12 +13,19 @@ import pytest
 
 from easyrl import events
 from easyrl.api.calls import evaluate as python_evaluate
-from easyrl.config import ConfigError, by_name, load_config, to_commented_yaml
+from easyrl.config import (
+    Config,
+    ConfigError,
+    by_name,
+    load_config,
+    to_commented_yaml,
+    yaml_value,
+)
 from easyrl.config.rollout import SamplingChoice
 from easyrl.data.tasks import ARITHMETIC
 from easyrl.evaluation import command
 from easyrl.runtime.metrics import evaluation_metrics
-from easyrl.runtime.resume import settings_to_evaluate
+from easyrl.runtime.resume import load_to_evaluate
 from easyrl.runtime.run_folder import lock_folder
 from easyrl.runtime.supervisor import Interrupted, WorkerFailure
 from mistakes import TINY, make_run
@@ -219,17 +226,55 @@ def test_a_run_is_evaluated_as_it_was_trained(workers, run, tmp_path):
     for more, is_noted in (((), True), (others, False)):
         out = call(tmp_path / f"ev{is_noted}", "--model", str(run), *SMALL, *more)
         assert ("run trained on rows of this data set" in out) == is_noted
+
+
+def test_an_evaluation_of_a_run_takes_all_settings_but_those_of_its_machine(run):
+    """Whether what replaces them is given as options or as words."""
+    settings = {
+        "data.dataset": "run.jsonl",
+        "reward.functions": ["exact_match"],
+        "reward.weights": [2],
+        "model.dtype": "bfloat16",
+        "eval.dataset": "held_out.jsonl",
+        "rollout.tools": ["math:sqrt"],
+        "rollout.tool_timeout_seconds": 600.0,
+        "rollout.concurrent_calls": 1,
+        "rollout.environment_workers": 8,
+        "reward.on_error": "zero",
+        "reward.timeout_seconds": 900.0,
+        "reward.memory_limit_gib": 32.0,
+        "reward.num_workers": 3,
+        "reward.check": False,
+    }
+    not_taken = {
+        "model.trust_remote_code": True,
+        "reward.code_sandbox": "limits",
+        "reward.model_device": 3,
+        "rollout.engine": "vllm",
+        "rollout.memory_fraction": 0.7,
+        "rollout.max_concurrent_groups": 5,
+        "rollout.ring_slots": 40,
+    }
+    config = load_config(None, settings | not_taken)
+    (run / "config.yaml").write_text(to_commented_yaml(config))
+    defaults = by_name(Config().model_dump(mode="json"))
+    own = {key: defaults[key] for key in settings if key.startswith("reward.")}
+    of_file = {"eval.dataset": None}
+    of_preset = {**own, "eval.dataset": None, "rollout.tools": []}
     for given, replaced in [
         ({}, {}),
-        ({"reward.functions": ["math"]}, {"reward.weights": None}),
-        ({"data.dataset": "gsm8k"}, {"reward.functions": None, "reward.weights": None}),
+        ({"reward.num_workers": 4}, {}),
+        ({"reward.functions": ["math"]}, own),
+        ({"data.dataset": "others.jsonl"}, of_file),
+        ({"data.dataset": "gsm8k"}, of_preset),
     ]:
         flags = {"model.path": str(run), **given}
-        taken = load_config(None, settings_to_evaluate(flags, None) | flags)
-        values = by_name(taken.model_dump(mode="json"))
-        expected = settings | replaced | flags
-        assert {key: values[key] for key in expected} == expected
-        assert all(values[key] != value for key, value in not_taken.items())
+        words = [f"{key}={yaml_value(value)}" for key, value in flags.items()]
+        for taken in (load_to_evaluate(None, flags), load_to_evaluate(None, {}, words)):
+            values = by_name(taken.model_dump(mode="json"))
+            expected = settings | replaced | flags
+            assert {key: values[key] for key in expected} == expected
+            assert all(values[key] != value for key, value in not_taken.items())
 
 
 def test_config_of_a_run_names_no_folder_for_an_evaluation(workers, run, tmp_path, monkeypatch):

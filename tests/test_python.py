@@ -15,11 +15,12 @@ from unittest.mock import Mock
 import pytest
 
 from easyrl import events
+from easyrl.api import calls
 from easyrl.api.calls import Run, evaluate, train
 from easyrl.api.inputs import Inputs
 from easyrl.cli.eval import evaluate as eval_command
 from easyrl.cli.grpo import grpo
-from easyrl.config import Config, load_config
+from easyrl.config import Config, ConfigError, load_config, to_commented_yaml
 from easyrl.observe.observers import make_observers
 from easyrl.observe.text import say_rich
 from easyrl.runtime.resolve import resolve
@@ -167,6 +168,42 @@ def test_only_names_of_stored_objects_get_the_path_of_their_folder(tmp_path):
         assert "agent" not in config.rollout.model_fields_set
         names = {path.name for path in home.iterdir()}
         assert names == {"data.jsonl", "eval.jsonl", "rewards.py", "environments.py"}
+
+
+@pytest.mark.parametrize(("arguments", "expected"), [
+    ({}, ("own.jsonl", ["math", "format"], "zero")),
+    ({"reward": {"on_error": "stop"}}, ("own.jsonl", ["math", "format"], "stop")),
+    ({"reward": {"functions": ["gsm8k"]}}, ("own.jsonl", ["gsm8k"], "stop")),
+    ({"reward": "gsm8k"}, ("own.jsonl", ["gsm8k"], "stop")),
+    ({"data": {"dataset": "other.jsonl"}}, (None, ["math", "format"], "zero")),
+    ({"dataset": "other.jsonl"}, (None, ["math", "format"], "zero")),
+])  # fmt: skip
+def test_an_evaluation_of_a_run_has_its_settings(arguments, expected, tmp_path, monkeypatch):
+    """However the run, and what replaces its settings, is given."""
+    evaluated = Mock(side_effect=RuntimeError)
+    monkeypatch.setattr(calls, "run_evaluation", evaluated)
+    run = {"eval.dataset": "own.jsonl", "reward.functions": ["math", "format"]}
+    run |= {"data.dataset": "rows.jsonl", "reward.on_error": "zero"}
+    (tmp_path / "config.yaml").write_text(to_commented_yaml(load_config(None, run)))
+    for model in (tmp_path, {"path": str(tmp_path), "dtype": "bfloat16"}):
+        with pytest.raises(RuntimeError):
+            evaluate(model, output=tmp_path / "evaluation", progress=False, **arguments)
+        config = evaluated.call_args.args[0]
+        found = config.eval.dataset, config.reward.functions, config.reward.on_error
+        assert found == expected
+
+
+def test_other_settings_of_the_section_reward_are_no_other_reward(tmp_path, monkeypatch):
+    resumed = Mock(side_effect=RuntimeError)
+    monkeypatch.setattr(calls, "run", resumed)
+    run = {"data.dataset": "rows.jsonl", "reward.functions": ["math"]}
+    (tmp_path / "config.yaml").write_text(to_commented_yaml(load_config(None, run)))
+    with pytest.raises(RuntimeError):
+        Run(tmp_path).resume(reward={"on_error": "zero"}, progress=False)
+    config = resumed.call_args.args[0]
+    assert (config.reward.functions, config.reward.on_error) == (["math"], "zero")
+    with pytest.raises(ConfigError, match="reward"):
+        Run(tmp_path).resume(reward={"functions": ["gsm8k"]}, progress=False)
 
 
 def unusable_dataset(kind):

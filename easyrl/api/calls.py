@@ -169,11 +169,13 @@ def train(
         schedule=schedule,
     )
     with _call():
+        given = _by_key(options, settings)
         resumed = None
         if resume is not None:
-            config = config_file_of(resume, config, output, dataset, reward, environment, agent)
-            options["output.dir"] = resumed = config.parent
-        resolved, inputs = _resolve(config, options, settings)
+            functions = given.get("reward.functions")
+            config = config_file_of(resume, config, output, dataset, functions, environment, agent)
+            given["output.dir"] = resumed = config.parent
+        resolved, inputs = _resolve(config, given)
         folder = run_folder.folder_of(resolved.output.dir, resolved.data.datasets)
         if inputs and (not run_folder.is_unstarted(folder) or run_folder.is_locked(folder)):
             run_folder.refuse_existing(folder, but_inputs=False)
@@ -237,8 +239,8 @@ def evaluate(
         seed=seed,
     )
     with _call():
-        settings = settings_to_evaluate(options, config) | settings
-        resolved, inputs = _resolve(config, options, settings)
+        given = _by_key(options, settings)
+        resolved, inputs = _resolve(config, settings_to_evaluate(given, config) | given)
         folder = run_folder.folder_of(resolved.output.dir, resolved.data.datasets, "eval-")
         is_empty = folder.is_dir() and not any(folder.iterdir())
         is_usable = not folder.exists() or is_empty or (folder / "settings.json").is_file()
@@ -252,10 +254,8 @@ def evaluate(
         return Evaluation(_finished(end, folder))
 
 
-def _resolve(
-    file: StrPath | None, options: Mapping[str, Any], settings: Mapping[str, Any]
-) -> tuple[Config, Inputs]:
-    """Merge the layers; return the config, in which objects have names, and the objects."""
+def _by_key(options: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings, by section, and the options, which win, by the full names of keys."""
     given = by_name(settings)
     for key, value in options.items():
         if key in ("model.path", "reward.functions") and isinstance(value, Mapping):
@@ -263,6 +263,11 @@ def _resolve(
             given |= by_name({section: value})
         else:
             given[key] = value
+    return given
+
+
+def _resolve(file: StrPath | None, given: Mapping[str, Any]) -> tuple[Config, Inputs]:
+    """Merge the layers; return the config, in which objects have names, and the objects."""
     values: dict[str, Any] = {}
     for key, value in given.items():
         values[key] = os.fspath(value) if isinstance(value, os.PathLike) else value

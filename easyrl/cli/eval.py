@@ -35,11 +35,11 @@ def evaluate(
     words: common.Words = None,
 ) -> int:
     """Evaluate a model: accuracy with its standard error, pass@k."""
-    from easyrl.config import load_config, options_by_key
+    from easyrl.config import options_by_key
     from easyrl.evaluation.command import evaluate
     from easyrl.evaluation.view import EvalView
     from easyrl.observe.lines import print_end
-    from easyrl.runtime.resume import settings_to_evaluate
+    from easyrl.runtime.resume import load_to_evaluate
 
     given = options_by_key(
         model=model,
@@ -54,7 +54,7 @@ def evaluate(
         output=output,
         seed=seed,
     )
-    resolved = load_config(config, settings_to_evaluate(given, config) | given, words)
+    resolved = load_to_evaluate(config, given, words)
     end = evaluate(resolved, EvalView(live=not no_live), base=base, other=compare)
     if end.message:
         print_end(end.exit_code, end.message)

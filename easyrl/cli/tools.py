@@ -194,11 +194,11 @@ def serve(
     words: common.Words = None,
 ) -> None:
     """Serve the OpenAI-compatible endpoint that agents get in a run (docs/agents.md)."""
-    from easyrl.config import load_config, options_by_key
+    from easyrl.config import options_by_key
 
     require("agents", "easyrl agent serve")
     from easyrl.evaluation.serve import serve
-    from easyrl.runtime.resume import settings_to_evaluate
+    from easyrl.runtime.resume import load_to_evaluate
 
     given = options_by_key(model=model, infer_devices=infer_devices)
-    serve(load_config(config, settings_to_evaluate(given, config) | given, words), port)
+    serve(load_to_evaluate(config, given, words), port)

@@ -25,6 +25,7 @@ from easyrl.config.problems import key_hint as key_hint
 from easyrl.config.reading import change_config as change_config
 from easyrl.config.reading import load_config as load_config
 from easyrl.config.reading import move_inputs as move_inputs
+from easyrl.config.reading import read_words as read_words
 from easyrl.config.reward import JudgeConfig as JudgeConfig
 from easyrl.config.reward import RewardConfig as RewardConfig
 from easyrl.config.schema import EVAL_OPTIONS as EVAL_OPTIONS

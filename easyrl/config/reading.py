@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import NoneType
 from typing import Any, NamedTuple, get_origin
@@ -11,7 +12,7 @@ import yaml
 from pydantic import ValidationError
 
 from easyrl.config.problems import problems_of
-from easyrl.config.schema import INPUTS, KEYS, Config
+from easyrl.config.schema import INPUTS, KEYS, Config, by_name
 from easyrl.config.section import kinds
 from easyrl.formatting import ConfigError
 
@@ -53,6 +54,17 @@ def load_config(
             problems.append(f"(the config file was {file})")
         raise ConfigError("\n".join(problems))
     return config
+
+
+def read_words(words: Sequence[str] | None) -> dict[str, Any]:
+    """Return what words like `train.learning_rate=1e-6` set, by the full names of keys. Words that
+    cannot be read are left out: `load_config` reports them."""
+    settings: dict[str, Any] = {}
+    for word in words or ():
+        with suppress(ConfigError):
+            name, value = _read_word(word)
+            settings |= by_name({name: value})
+    return settings
 
 
 def change_config(config: Config, changes: Mapping[str, Any]) -> Config:

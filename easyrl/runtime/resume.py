@@ -10,14 +10,22 @@ Writes nothing and imports no torch.
 
 import json
 import os
-from collections.abc import Collection, Container, Mapping
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
 from shlex import join, quote
 from typing import Any, NamedTuple
 
-from easyrl.config import Config, by_name, change_config, keys_marked, load_config, to_arguments
+from easyrl.config import (
+    Config,
+    by_name,
+    change_config,
+    keys_marked,
+    load_config,
+    read_words,
+    to_arguments,
+)
 from easyrl.config.algorithm import LOSS_KEY, LOSS_TYPES, POLICY, TEACHER_KEY
 from easyrl.config.section import MAY_CHANGE, NAMES_FILES
 from easyrl.data.hub import BUILT_IN_MODELS, model_folder
@@ -52,6 +60,16 @@ NAMES: dict[str, Container[str]] = {  # by keys that may name files: names that 
     TEACHER_KEY: (POLICY,),
 }
 
+OF_MACHINE = (
+    "rollout.engine",
+    "rollout.tensor_parallel_size",
+    "rollout.memory_fraction",
+    "rollout.max_concurrent_groups",
+    "rollout.ring_slots",
+    "reward.code_sandbox",
+    "reward.model_device",
+)
+"""Keys whose values in a run fit its machine: an evaluation of the run does not take them."""
 CHAT_TEMPLATE = "chat_template.jinja"  # name of a tokenizer's file
 EXPECTED_CHANGES = ("train.iterations", "output.dir", "runtime.resume")  # not worth a remark
 
@@ -251,6 +269,16 @@ def _check_settings(config: Config, state: SavedState, path: Path) -> None:
         )
 
 
+def load_to_evaluate(
+    file: Path | None, given: Mapping[str, Any], words: Sequence[str] | None = ()
+) -> Config:
+    """Load the config of an evaluation as `load_config` does, with the settings of the run whose
+    model it is. Raises ConfigError."""
+    named = {**given, **read_words(words)}
+    before = settings_to_evaluate(named, file)
+    return load_config(file, {**before, **given}, words)
+
+
 def settings_to_evaluate(
     given: Mapping[str, Any], file: str | os.PathLike[str] | None
 ) -> dict[str, Any]:
@@ -281,10 +309,7 @@ def _replaced_settings(
     given: Mapping[str, Any], run: Config, of_run: Mapping[str, Any]
 ) -> Collection[str]:
     """Return the run's settings that an evaluation with the `given` ones does not take."""
-    replaced = {"rollout.engine", "rollout.tensor_parallel_size"}
-    for key in keys_marked(MAY_CHANGE):
-        if not key.startswith(("eval.", "reward.judge.")):  # these decide the answers
-            replaced.add(key)
+    replaced = set(OF_MACHINE)
     sections: list[str] = []  # replaced as a whole
     dataset = given.get("data.dataset")
     if dataset is not None:
