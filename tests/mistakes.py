@@ -118,13 +118,18 @@ def make_run(folder, states, *words):
             "identity": {"model.path": fingerprint("tiny"), "data.dataset": None},
             "file_sizes": {},
         }
-        text = special
-        if not isinstance(special, str):
-            content = {"format": 1, "sha256": {}, "state": state | special}
-            own = checkpoint_files._content_sha256(content)
-            text = json.dumps(content | {checkpoint_files.OWN_CHECKSUM: own})
-        (folder / "checkpoints" / str(version)).mkdir()
-        (folder / "checkpoints" / str(version) / "state.json").write_text(text)
+        write_checkpoint(folder, version, special if isinstance(special, str) else state | special)
+
+
+def write_checkpoint(folder, version, state):
+    """Write a checkpoint without weights. `state`: a damaged state file if it is a text."""
+    text = state
+    if not isinstance(state, str):
+        content = {"format": 1, "sha256": {}, "state": state}
+        own = checkpoint_files._content_sha256(content)
+        text = json.dumps(content | {checkpoint_files.OWN_CHECKSUM: own})
+    (folder / "checkpoints" / str(version)).mkdir(parents=True)
+    (folder / "checkpoints" / str(version) / "state.json").write_text(text)
 
 
 locks = []

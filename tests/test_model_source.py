@@ -6,6 +6,7 @@ import os
 import shlex
 import shutil
 import threading
+from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from unittest.mock import Mock
@@ -16,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from easyrl import events
 from easyrl.config import ConfigError, load_config
 from easyrl.data.datasets import open_hub
 from easyrl.data.hub import loadable_model, model_config_from_hub, reach_hub
@@ -28,7 +30,7 @@ from easyrl.runtime.controller import Controller
 from easyrl.runtime.preflight import check_run, make_plan
 from easyrl.runtime.resolve import resolve
 from easyrl.runtime.resume import config_file_of, differing, find_resume, start_from
-from mistakes import TINY, change_json, make_run
+from mistakes import TINY, change_json, make_run, write_checkpoint
 from runs import SMALL, easyrl, finish, lines_of, succeed, summary_of
 
 ON_CPU = ("devices.infer=cpu", "devices.train=cpu")
@@ -342,6 +344,41 @@ def test_a_run_starts_from_the_weights_and_the_learning_rate_of_a_run(finished_r
     config, _ = start_from(load_config(None, {"model.path": str(finished_run.folder)}))
     assert Path(config.model.path) == finished_run.folder / "model"
     assert config.learning_rate == 3e-4
+
+
+@pytest.mark.parametrize("name", ["run", "checkpoint", "adapter", "named adapter"])
+def test_a_restart_continues_what_its_command_started(name, finished_run, tmp_path, monkeypatch):
+    """With one command, whether the first attempt ended before or after its first checkpoint."""
+    path = {"run": finished_run.folder, "checkpoint": finished_run.folder / "checkpoints" / "3"}
+    words = [f"model.path={path.get(name, tmp_path / 'adapter')}"]
+    adapter(tmp_path / "adapter", "tiny")
+    if name == "adapter":
+        words.append("model.lora.rank=2")
+    elif name == "named adapter":
+        words = ["model.path=tiny", f"model.lora.adapter={tmp_path}/adapter", "model.lora.rank=2"]
+    folder = tmp_path / "run"
+    config = config_of(folder, *words, *ON_CPU, *AUTO, "data.num_held_out=0")
+    states = []
+
+    def train(controller):
+        states.append(controller.state)
+        return events.RunEnded(1, "stopped")
+
+    monkeypatch.setattr(run, "_train", train)
+    for is_saved in (False, False, True, True):
+        if is_saved:
+            number = len(states)
+            saved = asdict(states[-1]) | {"num_iterations": number, "policy_version": number}
+            write_checkpoint(folder, number, saved)
+            shutil.rmtree(tmp_path / "adapter", ignore_errors=True)  # the run has a copy
+        assert make_plan(config).would_start
+        run.run(config)
+    first = states[0]
+    started = first.config, first.identity, first.given
+    for state in states[1:]:
+        assert (state.config, state.identity, state.given) == started
+    assert [state.num_iterations for state in states] == [0, 0, 2, 3]
+    assert first.config["train"]["learning_rate"] == (3e-4 if name in path else None)
 
 
 def test_a_checkpoint_brings_its_runs_chat_template_and_end_tokens_are_part_of_a_model(tmp_path):

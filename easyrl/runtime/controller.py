@@ -87,13 +87,20 @@ class Controller:
     started: float  # when the command began, as `time.monotonic` counts
     notify: events.Observer
     resumed: Resume | None = None
+    given: Mapping[str, Any] = field(default_factory=dict)
+    """Settings as the user gave them, where the start has replaced them."""
     callbacks: Callbacks = field(default_factory=Callbacks)
 
     def __post_init__(self) -> None:
         self.spec = self.checked.run.spec
         before = self.resumed.state if self.resumed is not None else SavedState()
         values = self.checked.run.config.model_dump(mode="json")
-        self.state = replace(before, config=values, identity=self.checked.identity)
+        self.state = replace(
+            before,
+            config=values,
+            identity=self.checked.identity,
+            given={**before.given, **self.given},
+        )
         """State after the newest complete iteration; `wall_seconds` is set when it is saved."""
         self._lines = self.folder.read_metrics()
         """Metrics of the iterations, as in `metrics.jsonl`."""

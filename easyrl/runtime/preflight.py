@@ -55,8 +55,10 @@ from easyrl.runtime.placement import Placement, describe, resolve_placement
 from easyrl.runtime.resolve import ResolvedRun, resolve, with_eval_data
 from easyrl.runtime.resume import (
     Resume,
+    as_started,
     describe_resumed,
     resumes_by_itself,
+    saved_state,
     start_from,
     with_absolute_paths,
 )
@@ -322,11 +324,13 @@ class _Planner:
         config = self._given.config
         source = None
         folder = folder_of(config.output.dir, config.data.datasets)
-        if not is_resumed and resumes_by_itself(config, folder):
-            is_resumed = True
-            config = with_absolute_paths(config)
-        else:
+        is_restarted = not is_resumed and resumes_by_itself(config, folder)
+        state = saved_state(folder) if is_restarted else None
+        if state is None:
             config, source = start_from(config, is_resumed=is_resumed)
+        else:
+            config = as_started(with_absolute_paths(config), state)
+        is_resumed = is_resumed or is_restarted
         self._given = ResolvedRun.of(config)
         self._run = self._given
         if is_resumed:

@@ -71,6 +71,14 @@ OF_MACHINE = (
 )
 """Keys whose values in a run fit its machine: an evaluation of the run does not take them."""
 CHAT_TEMPLATE = "chat_template.jinja"  # name of a tokenizer's file
+REPLACED_AT_START = (
+    "model.path",
+    ADAPTER_KEY,
+    "model.lora.alpha",
+    "data.chat_template",
+    "train.learning_rate",
+)
+"""Keys that the start of a run sets where its model is a run, a checkpoint or an adapter."""
 EXPECTED_CHANGES = ("train.iterations", "output.dir", "runtime.resume")  # not worth a remark
 
 
@@ -90,6 +98,9 @@ class SavedState:
     wall_seconds: float = 0.0  # time of the commands so far
     file_sizes: Mapping[str, int] = field(default_factory=dict)
     """Sizes of the growing files of the run folder: what follows is discarded on resume."""
+    given: Mapping[str, Any] = field(default_factory=dict)
+    """Settings as the user gave them, where the start has replaced them: of a run that trains the
+    weights of another one {"model.path": "/runs/A", "train.learning_rate": None}."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +191,33 @@ def resumes_by_itself(config: Config, folder: Path) -> bool:
     """Return whether a run with this folder resumes in it without `--resume`."""
     is_wanted = config.runtime.resume == "auto" or run_folder.is_unstarted(folder)
     return is_wanted and _is_begun(folder)
+
+
+def saved_state(folder: Path) -> SavedState | None:
+    """Return the state in the newest checkpoint, which is not verified; None without one."""
+    checkpoint, _ = newest_checkpoint(folder / CHECKPOINTS, verify=False)
+    return None if checkpoint is None else _state_of(checkpoint)
+
+
+def replaced_at_start(given: Config, used: Config) -> dict[str, Any]:
+    """Return the settings that the start of a run has replaced, as they were given."""
+    replaced = {}
+    for key in REPLACED_AT_START:
+        value_of = attrgetter(key)
+        if value_of(given) != value_of(used):
+            replaced[key] = value_of(given)
+    return replaced
+
+
+def as_started(config: Config, state: SavedState) -> Config:
+    """Replace the settings of a restarted run as its start did, where they are the same as then:
+    a run as `model.path` may have other weights by now."""
+    used = by_name(state.config)
+    changes = {}
+    for key, given in state.given.items():
+        if attrgetter(key)(config) == given:
+            changes[key] = used[key]
+    return change_config(config, changes)
 
 
 def check_resumed(config: Config, folder: Path) -> None:

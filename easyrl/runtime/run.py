@@ -26,7 +26,15 @@ from easyrl.runtime.launcher import make_launcher
 from easyrl.runtime.placement import describe
 from easyrl.runtime.preflight import Preflight, check_run
 from easyrl.runtime.resolve import resolve
-from easyrl.runtime.resume import Resume, find_resume, start_from, with_absolute_paths
+from easyrl.runtime.resume import (
+    Resume,
+    as_started,
+    find_resume,
+    replaced_at_start,
+    saved_state,
+    start_from,
+    with_absolute_paths,
+)
 from easyrl.runtime.stopping import reason_to_stop
 
 
@@ -43,6 +51,10 @@ def run(
     started = time.monotonic()
     notify = events.combine_observers(observers)
     config = with_absolute_paths(config, is_resumed=resume is not None)
+    given = config
+    state = saved_state(_folder_of(config))
+    if state is not None:
+        config = as_started(config, state)
     source = None
     resumed = find_resume(config, resume)
     if resumed is None:
@@ -60,6 +72,8 @@ def run(
         end = events.RunEnded(supervisor.SIGNALLED + signal.SIGTERM, message, is_planned=True)
         notify(end)
         return end
+    elif resumed.checkpoint is None:
+        config, source = start_from(config)
     supervisor.start_resource_tracker()  # before the reward functions' processes start another one
     checked = check_run(config, resumed, source)
     changes, notes = self_test.before_run(checked.placement, notify)
@@ -79,6 +93,7 @@ def run(
             started=started,
             notify=events.combine_observers([folder.observe, *observers]),
             resumed=resumed,
+            given=replaced_at_start(given, checked.run.config),
             callbacks=callbacks or Callbacks(),
         )
         try:
@@ -132,7 +147,10 @@ def _make_model(checked: Preflight, source: ModelSource) -> Preflight:
     try:
         folder.mkdir(mode=run_folder.PRIVATE, parents=True, exist_ok=True)
         (folder / INPUTS).mkdir(exist_ok=True)
-        path = source.make(folder / INPUTS / name, trust=config.model.trust_remote_code)
+        made = folder / INPUTS / name
+        if made != Path(source.path).absolute():
+            shutil.rmtree(made, ignore_errors=True)  # of a start that was killed
+        path = source.make(made, trust=config.model.trust_remote_code)
     except BaseException:
         if is_new:
             shutil.rmtree(folder, ignore_errors=True)
