@@ -23,7 +23,7 @@ from easyrl.data.datasets import open_hub
 from easyrl.data.hub import loadable_model, model_config_from_hub, reach_hub
 from easyrl.evaluation.command import check_evaluation
 from easyrl.model.export import find_model
-from easyrl.model.files import fingerprint, read_model_files
+from easyrl.model.files import fingerprint, has_fingerprint, read_model_files
 from easyrl.rewards.loading import digest_code
 from easyrl.runtime import run
 from easyrl.runtime.controller import Controller
@@ -236,6 +236,34 @@ def test_a_silent_hub_leaves_its_clients_as_they_are(tmp_path, monkeypatch):
     assert not datasets.are_progress_bars_disabled()
     monkeypatch.setattr(huggingface_hub, "get_session", Mock())
     assert reach_hub() and loadable_model("owner/name") == "owner/name"
+
+
+def test_a_commit_on_the_hub_that_changes_other_files_leaves_the_model_as_it_was(
+    tmp_path, monkeypatch
+):
+    cache = tmp_path / "models--owner--name"
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
+    shutil.copytree(TINY, cache / "snapshots" / "abc")
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("abc")
+    words = ["model.path=owner/name", *ON_CPU, "data.num_held_out=0"]
+    config = config_of(tmp_path / "run", *words, "runtime.resume=auto")
+    identity = check_run(config).identity
+    make_run(
+        tmp_path / "run", {10: {"identity": identity, "config": config.model_dump(mode="json")}}
+    )
+    new = shutil.copytree(TINY, cache / "snapshots" / "def")
+    (cache / "refs" / "main").write_text("def")
+    (new / "README.md").write_text("with a typo corrected")
+    found = find_resume(config, None)
+    os.close(found.lock)
+    assert check_run(config, found).identity["model.path"] == "def"
+    assert has_fingerprint("owner/name", "abc") and not has_fingerprint("owner/name", "unknown")
+    change_json("config.json", rope_theta=9.0)(new)
+    assert not has_fingerprint("owner/name", "abc")
+    with pytest.raises(ConfigError, match=r"^model\.path: .*changed"):
+        check_run(config, found)
 
 
 AUTO = ("runtime.resume=auto",)

@@ -165,7 +165,7 @@ def export_checkpoint(
     config = load_config(None, {**checkpoint.state["config"], TRUST: trust})
     model = config.model
     stored = files.read_loaded_files(model.path, trust_remote_code=trust)
-    if checkpoint.state["identity"]["model.path"] != files.fingerprint(model.path):
+    if not files.has_fingerprint(model.path, checkpoint.state["identity"]["model.path"]):
         raise ConfigError(
             f"model.path: the files of {model.path} have changed since the run of "
             f"'{checkpoint.path}' started; restore them"

@@ -16,6 +16,7 @@ from easyrl.config.spec import ModelSpec, TokenLimits
 from easyrl.data.hub import (
     FORMS,
     KEY,
+    download_small_files,
     loadable_model,
     model_config_from_hub,
     model_folder,
@@ -54,6 +55,7 @@ OTHER_NAMES_IN_VLLM = ("mixtral",)
 """Types of models whose weights have other names in vLLM than in transformers: seen with 0.32."""
 TOKENIZERS = ("token*", "vocab*", "*.tiktoken", "*.model", "tekken.json")
 """Patterns of a tokenizer's files."""
+WEIGHTS = ("*.safetensors", "*.bin")
 QUANTIZED = ("quantization_config", "compression_config", "quantization")
 """Keys of config.json that say that weights are quantized. The last is MLX's."""
 
@@ -131,7 +133,7 @@ def fingerprint(path: str) -> str:
     if not folder.is_dir():
         return model_config_from_hub(path).parent.name
     digest = hashlib.sha256((folder / "config.json").read_bytes() + tokenizer_content(folder))
-    for file in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
+    for file in sorted(file for pattern in WEIGHTS for file in folder.glob(pattern)):
         size = file.stat().st_size
         digest.update(f"{file.name} {size}".encode())
         with file.open("rb") as content:
@@ -139,6 +141,21 @@ def fingerprint(path: str) -> str:
                 content.seek(size * number // NUM_SAMPLES)
                 digest.update(content.read(SAMPLE_BYTES))
     return digest.hexdigest()
+
+
+def has_fingerprint(path: str, before: str) -> bool:
+    """Return whether a model has the content that it had with the fingerprint `before`. For a hub
+    id another revision has it too, if the commits between them have changed other files alone."""
+    if fingerprint(path) == before:
+        return True
+    if Path(resolve_model(path)).is_dir():
+        return False
+    old = model_folder(path).parent / before  # in the hub's cache
+    if not _has_any(old, WEIGHTS):
+        return False
+    # What has not changed is in the cache already.
+    download_small_files(path, [file.name for file in old.iterdir()])
+    return fingerprint(str(old)) == fingerprint(str(model_folder(path)))
 
 
 def tokenizer_content(folder: Path) -> bytes:

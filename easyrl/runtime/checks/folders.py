@@ -6,7 +6,9 @@ from shlex import join
 from typing import Any
 
 from easyrl.config import Config, ConfigError
+from easyrl.config.algorithm import TEACHER_KEY
 from easyrl.config.spec import RunSpec
+from easyrl.model.files import has_fingerprint
 from easyrl.runtime.resume import check_resumed, differing
 from easyrl.runtime.run_folder import free_name, refuse_existing
 
@@ -27,7 +29,13 @@ def check_unchanged_files(
     spec: RunSpec, folder: Path, saved_identity: Mapping[str, Any], identity: Mapping[str, Any]
 ) -> None:
     """Raise ConfigError if model, data or functions have changed since the run started."""
-    changed = differing(saved_identity, identity)
+    paths = {"model.path": spec.model.path}
+    if spec.teacher is not None and spec.teacher.path is not None:
+        paths[TEACHER_KEY] = spec.teacher.path
+    changed = []
+    for key in differing(saved_identity, identity):
+        if key not in paths or not has_fingerprint(paths[key], saved_identity[key]):
+            changed.append(key)
     if changed:
         new_run = [
             "easyrl",
