@@ -206,6 +206,31 @@ def test_other_settings_of_the_section_reward_are_no_other_reward(tmp_path, monk
         Run(tmp_path).resume(reward={"functions": ["gsm8k"]}, progress=False)
 
 
+def test_a_call_with_rows_and_functions_resumes_the_run_that_it_began(tmp_path, monkeypatch):
+    def start(config, *_):
+        for name in ("logs", "checkpoints"):
+            (Path(config.output.dir) / name).mkdir(exist_ok=True)
+        (Path(config.output.dir) / "config.yaml").write_text(to_commented_yaml(config))
+        return events.RunEnded(0, "")
+
+    def scaled(weight):
+        return lambda completions, **columns: [weight * len(text) for text in completions]
+
+    monkeypatch.setattr(calls, "run", start)
+    folder = tmp_path / "run"
+    auto = {"output": folder, "runtime": {"resume": "auto"}, "progress": False}
+    for _ in range(2):
+        assert train("tiny", ROWS, scaled(2.0), **auto).folder == folder
+    before = {file: file.read_text() for file in (folder / "inputs").iterdir()}
+    assert len(before) == 2
+    for rows, reward in ((ROWS[1:], scaled(2.0)), (ROWS, scaled(3.0))):
+        with pytest.raises(ConfigError, match=r"runtime\.resume"):
+            train("tiny", rows, reward, **auto)
+    with pytest.raises(ConfigError, match=r"output\.dir"):
+        train("tiny", ROWS, scaled(2.0), **auto | {"runtime": {}})
+    assert {file: file.read_text() for file in (folder / "inputs").iterdir()} == before
+
+
 def unusable_dataset(kind):
     import datasets
     import pandas

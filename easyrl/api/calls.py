@@ -28,7 +28,7 @@ from easyrl.observe.observers import make_observers
 from easyrl.processes import UNGUARDED, allow_long_integers
 from easyrl.runtime import run_folder
 from easyrl.runtime.callbacks import CallbackFailure, Callbacks
-from easyrl.runtime.resume import config_file_of, settings_to_evaluate
+from easyrl.runtime.resume import config_file_of, resumes_by_itself, settings_to_evaluate
 from easyrl.runtime.run import run
 from easyrl.runtime.supervisor import FINISHED, SIGNALLED, USER_ERROR
 
@@ -177,8 +177,11 @@ def train(
             given["output.dir"] = resumed = config.parent
         resolved, inputs = _resolve(config, given)
         folder = run_folder.folder_of(resolved.output.dir, resolved.data.datasets)
-        if inputs and (not run_folder.is_unstarted(folder) or run_folder.is_locked(folder)):
+        is_restarted = resumed is None and resumes_by_itself(resolved, folder)
+        if inputs and (not is_restarted or run_folder.is_locked(folder)):
             run_folder.refuse_existing(folder, but_inputs=False)
+        if is_restarted and not run_folder.is_unstarted(folder):
+            inputs.check_unchanged(folder)
         called = Callbacks(_list_of(callbacks), lambda: Run(folder))
         with inputs.stored(resolved, folder) as stored:
             *others, view = make_observers(stored.output.log_to, live=False)

@@ -27,6 +27,7 @@ from easyrl.data.pictures import data_address, read_picture
 from easyrl.data.tables import Table
 from easyrl.data.values import plain_rows, with_none
 from easyrl.runtime.run_folder import PRIVATE, has_only_inputs
+from easyrl.user_code import CONTENT_DIGEST
 
 DATASETS = {"data.dataset": "data", "eval.dataset": "eval"}
 CODE = {  # by key: the name of the file, and of the argument
@@ -159,7 +160,8 @@ class Inputs:
         folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
         home.mkdir(exist_ok=True)
         for name, text in self._texts.items():
-            (home / name).write_text(text, encoding="utf-8")
+            if not _has_content(home / name, text):
+                (home / name).write_text(text, encoding="utf-8")
         changes = {}
         for key in (*DATASETS, *CODE):
             value = attrgetter(key)(config)
@@ -167,6 +169,17 @@ class Inputs:
             if stored != value:
                 changes[key] = stored
         return change_config(config, changes)
+
+    def check_unchanged(self, folder: Path) -> None:
+        """Raise ConfigError if these are others than those of the run in `folder`."""
+        for name, text in self._texts.items():
+            file = folder / INPUTS / name
+            if not _has_content(file, text):
+                raise ConfigError(
+                    f"runtime.resume: expected the rows and functions that the run in '{folder}' "
+                    f"started with, got others than in {file}; for a new run, use another "
+                    "output.dir (output)"
+                )
 
     def __bool__(self) -> bool:
         return bool(self._texts)
@@ -182,6 +195,16 @@ def _stored_in(home: Path, value: Any) -> Any:
     if isinstance(value, str) and value.startswith(f"{HERE}/"):
         return f"{home}{value.removeprefix(HERE)}"
     return value
+
+
+def _has_content(file: Path, text: str) -> bool:
+    """Return whether the file has the content of `text`. Pickles of the same code may differ: their
+    digests are compared."""
+    if not file.is_file():
+        return False
+    before = file.read_text(encoding="utf-8")
+    digest_line = CONTENT_DIGEST.search(text)
+    return before == text if digest_line is None else digest_line[0] in before
 
 
 def _open_table(dataset: Any) -> Table:
