@@ -233,6 +233,14 @@ def children_of(process: int) -> set[int]:
     return found
 
 
+def name_of(process: int) -> str:
+    """Return what `set_name` has named a process; "" if there is none."""
+    try:
+        return Path(f"/proc/{process}/comm").read_text().strip()
+    except OSError:  # it has ended
+        return ""
+
+
 def kill_with_descendants(processes: Collection[int]) -> None:
     """Kill processes and all that they have started, also in sessions of their own."""
     waiting = list(processes)
@@ -249,6 +257,10 @@ def send_all(queue: SimpleQueue[Any], connection: Connection) -> None:
     with contextlib.suppress(OSError):  # the process has ended
         while (item := queue.get()) is not None:
             connection.send(item)
+
+
+REWARD_PROCESS = "easyrl-reward"
+"""Name of the processes that call reward functions."""
 
 
 def set_name(name: str) -> None:

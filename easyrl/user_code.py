@@ -14,11 +14,12 @@ import re
 import sys
 import tokenize
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from easyrl.formatting import ConfigError
 
@@ -27,13 +28,13 @@ Kind = Literal["function", "class"]
 sources: dict[str, str] = {}
 """Path -> content of the files, and of the modules beside them, that are loaded as they were at the
 start of the run. They may lie on another machine."""
-_folders: dict[str, Path] = {}
-"""The folders of the files that are loaded, as `sources` names them, by their places on this
-machine; the newest last."""
-_added_to_path: list[str] = []
-"""Those that were not in `sys.path`; the newest last."""
-_loaded: list[ModuleType] = []
-"""The modules of the files that the config names."""
+_folders: dict[str, list[Path]] = {}
+"""The folders of the files that are loaded, by their places on this machine, as `sources` names
+them."""
+_folders_of_modules: dict[str, Path] = {}
+"""The folders of the modules beside the files that are loaded, by the modules' names."""
+_folders_of_files: dict[str, Path] = {}
+"""The folders of those files, by their names without `.py`."""
 __path__: list[str] = []
 """Makes this module a package. Its modules are the user's files that have no name of their own."""
 PREFIX = f"{__name__}."
@@ -53,28 +54,39 @@ class _Files(importlib.abc.MetaPathFinder):
         if found:
             file = os.fsdecode(bytes.fromhex(found[1]))
             return importlib.util.spec_from_file_location(fullname, file)
-        is_of_python = fullname.partition(".")[0] in sys.stdlib_module_names
-        return None if is_of_python or not sources else self._find_beside(fullname, path)
+        if not sources or _is_never_beside(fullname):
+            return None
+        for folders in _folders.values():
+            for folder in folders:
+                spec = self._find_beside(fullname, path, folder)
+                if spec is not None:
+                    return spec
+        return None
 
-    def _find_beside(self, fullname: str, path: Sequence[str] | None) -> ModuleSpec | None:
-        for folder in reversed(_folders.values()):
-            base = folder / fullname.replace(".", "/")
-            for file in _files_of_module(base):
-                if str(file) in sources and not _is_elsewhere(fullname, path, file):
-                    return importlib.util.spec_from_loader(fullname, _Source(fullname, file))
-            has_modules = any(each.startswith(f"{base}{os.sep}") for each in sources)
-            if has_modules and PathFinder.find_spec(fullname, path) is None:
-                spec = ModuleSpec(fullname, None, is_package=True)  # a folder without __init__.py
-                spec.submodule_search_locations = [str(_file(str(base)))]
-                return spec
+    def _find_beside(
+        self, fullname: str, path: Sequence[str] | None, folder: Path
+    ) -> ModuleSpec | None:
+        """Find a module in one folder. `path`: where the package is that has it, if one has."""
+        base = folder / fullname.replace(".", "/")
+        place = _file(str(base))
+        if path is not None and str(place.parent) not in path:
+            return None
+        for file in _files_of_module(base):
+            if str(file) in sources and not _is_elsewhere(fullname, path, file):
+                return importlib.util.spec_from_loader(fullname, _Source(file))
+        has_modules = any(each.startswith(f"{base}{os.sep}") for each in sources)
+        if has_modules and PathFinder.find_spec(fullname, path) is None:
+            spec = ModuleSpec(fullname, None, is_package=True)  # a folder without __init__.py
+            spec.submodule_search_locations = [str(place)]
+            return spec
         return None
 
 
 class _Source(importlib.abc.ExecutionLoader):
     """Loads a module from `sources`."""
 
-    def __init__(self, fullname: str, file: Path) -> None:
-        self._fullname = fullname
+    def __init__(self, file: Path) -> None:
+        """`file`: as `sources` names it."""
         self._file = file
 
     def get_filename(self, fullname: str) -> str:
@@ -90,6 +102,13 @@ class _Source(importlib.abc.ExecutionLoader):
 def _files_of_module(base: Path) -> tuple[Path, Path]:
     """Return the files that a module may be, given its path without a suffix."""
     return base.with_name(f"{base.name}.py"), base / "__init__.py"
+
+
+def _is_never_beside(name: str) -> bool:
+    """Return whether a module belongs to Python or EasyRL, which no file beside a user's shadows.
+    A user's file may lie in a clone of EasyRL."""
+    top = name.partition(".")[0]
+    return top in sys.stdlib_module_names or top == __package__
 
 
 def _is_elsewhere(fullname: str, path: Sequence[str] | None, file: Path) -> bool:
@@ -118,6 +137,8 @@ def load_function(
         if callable(function):
             inspect.signature(function)
             return function
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{key}: cannot load '{spec}':\n{user_traceback(error)}") from error
     in_file = _list_file(path, kind)
@@ -149,6 +170,8 @@ def _path_of(spec: str) -> str:
 def forget() -> None:
     """Load files anew from now on."""
     _load.cache_clear()
+    _folders_of_modules.clear()
+    _folders_of_files.clear()
 
 
 def read_files(specs: Iterable[str]) -> dict[str, str]:
@@ -160,11 +183,10 @@ def read_files(specs: Iterable[str]) -> dict[str, str]:
             continue
         file = _file(path)
         contents[path] = _read(file)
-        for module in _with_modules_beside([file])[1:]:
-            if module.is_relative_to(file.parent):
-                beside = Path(path).parent / module.relative_to(file.parent)
-                with contextlib.suppress(OSError, SyntaxError, UnicodeError):  # its import says so
-                    contents[str(beside)] = _read(module)
+        for module in _modules_beside(file):
+            beside = Path(path).parent / module.relative_to(file.parent)
+            with contextlib.suppress(OSError, SyntaxError, UnicodeError):  # its import says so
+                contents[str(beside)] = _read(module)
     return contents
 
 
@@ -191,15 +213,39 @@ def digest_files(specs: Iterable[str]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def _modules_beside(file: Path) -> list[Path]:
+    """Return the modules in the folder of a file, and in folders of it, that the file needs."""
+    found = _with_modules_beside([file])
+    return [each for each in found[1:] if each.is_relative_to(file.parent)]
+
+
 def _with_modules_beside(files: Sequence[Path]) -> list[Path]:
     """Return files with the modules beside them that they import, and that these import."""
     roots = [file.parent for file in files]
-    found = [*files]
-    for file in found:  # grows by the modules that the files import
-        for name in _imports(file):
-            for folder in dict.fromkeys([file.parent, *roots]):
-                found += [each for each in _modules_in(folder, name) if each not in found]
-    return found
+    found = dict.fromkeys(files)
+    waiting = deque(files)
+    while waiting:
+        file = waiting.popleft()
+        for imported in _imports(file):
+            for folder in imported.folders(file, roots):
+                for module in _modules_in(folder, imported.name):
+                    if module not in found:
+                        found[module] = None
+                        waiting.append(module)
+    return [*found]
+
+
+class _Import(NamedTuple):
+    name: str  # of a module, without leading dots
+    num_dots: int
+
+    def folders(self, file: Path, roots: Sequence[Path]) -> Iterable[Path]:
+        """Return the folders in which the module may lie for a file that imports it."""
+        if self.num_dots > 0:
+            return file.parents[self.num_dots - 1 : self.num_dots]
+        if _is_never_beside(self.name):
+            return []
+        return dict.fromkeys([file.parent, *roots])
 
 
 def _modules_in(folder: Path, name: str) -> list[Path]:
@@ -211,17 +257,18 @@ def _modules_in(folder: Path, name: str) -> list[Path]:
     return [file for file in files if file.is_relative_to(folder) and file.is_file()]
 
 
-def _imports(file: Path) -> Iterator[str]:
-    """Yield the names of modules that the file may import, without leading dots."""
+def _imports(file: Path) -> Iterator[_Import]:
+    """Yield the modules that the file may import."""
     for node in ast.walk(_parsed(file)):
         if isinstance(node, ast.Import):
             for imported in node.names:
-                yield imported.name
+                yield _Import(imported.name, 0)
         elif isinstance(node, ast.ImportFrom):
             module = node.module or ""
-            yield module
+            yield _Import(module, node.level)
             for imported in node.names:  # a function, or a module of the package `module`
-                yield f"{module}.{imported.name}" if module else imported.name
+                name = f"{module}.{imported.name}" if module else imported.name
+                yield _Import(name, node.level)
 
 
 def _parsed(file: Path) -> ast.Module:
@@ -243,12 +290,13 @@ def _load(path: str) -> ModuleType:
         sys.path.append(str(Path.cwd()))  # last: it shadows nothing
         return importlib.import_module(path)
     file = _file(path)
-    _put_first(path)
+    sys.path.append(str(file.parent))
+    _folders.setdefault(str(file.parent), []).append(Path(path).parent)
+    _check_names_beside(file)
     spec = importlib.util.spec_from_file_location(_module_name(file), file)
     assert spec is not None and spec.loader is not None  # the suffix is .py
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    _loaded.append(module)
     if path in sources:
         exec(compile(sources[path], file, "exec", dont_inherit=True), module.__dict__)
     else:
@@ -256,50 +304,27 @@ def _load(path: str) -> ModuleType:
     return module
 
 
-def _put_first(path: str) -> None:
-    """Let a file import what lies beside it, and not what lies beside an earlier one under the same
-    name. It shadows nothing else: it is last in `sys.path`."""
-    folder = _file(path).parent
-    key = str(folder)
-    named = Path(path).parent
-    others = _folders.keys() - {key}
-    for name, module in [*sys.modules.items()]:
-        if _folder_of(module) in others and _has_module(folder, named, name):
-            _forget_module(name)
-    _folders.pop(key, None)
-    _folders[key] = named
-    if key not in sys.path:
-        _added_to_path.append(key)
-    elif key in _added_to_path:
-        _added_to_path.remove(key)
-        _added_to_path.append(key)
-    sys.path[:] = [each for each in sys.path if each not in _added_to_path]
-    sys.path += reversed(_added_to_path)
+def _check_names_beside(file: Path) -> None:
+    """Raise ConfigError if a file needs another module of a name than one in another folder does:
+    Python has one module of a name."""
+    names = set()
+    for module in _modules_beside(file):
+        first_part = module.relative_to(file.parent).parts[0]
+        names.add(first_part.removesuffix(".py"))
+    for name in sorted(names):
+        for folders in (_folders_of_modules, _folders_of_files):
+            _check_folder(name, folders.get(name, file.parent), file.parent)
+        _folders_of_modules[name] = file.parent
+    _check_folder(file.stem, _folders_of_modules.get(file.stem, file.parent), file.parent)
+    _folders_of_files.setdefault(file.stem, file.parent)
 
 
-def _folder_of(module: ModuleType) -> str:
-    """Return the folder that has a module; "" for one without a file, for the main one, and for
-    the user's files that are named in the config."""
-    origin = getattr(module, "__file__", None)
-    if not origin or module in _loaded or module.__name__ == "__main__":
-        return ""
-    file = Path(origin)
-    is_package = file.name == "__init__.py"
-    return str(file.parent.parent if is_package else file.parent)
-
-
-def _has_module(folder: Path, named: Path, name: str) -> bool:
-    """Return whether a folder has a module. `named`: the folder as `sources` names it."""
-    here = any(file.is_file() for file in _files_of_module(folder / name))
-    return here or any(str(file) in sources for file in _files_of_module(named / name))
-
-
-def _forget_module(name: str) -> None:
-    """Forget a module and those in it, so that they are imported anew. Functions that have them
-    keep them."""
-    for each in [*sys.modules]:
-        if each == name or each.startswith(f"{name}."):
-            del sys.modules[each]
+def _check_folder(name: str, other: Path, folder: Path) -> None:
+    if other != folder:
+        raise ConfigError(
+            f"expected one module '{name}' beside the files of functions, got one in {other} and "
+            f"one in {folder}: rename one, or put the files into one folder"
+        )
 
 
 def _module_name(file: Path) -> str:

@@ -31,7 +31,7 @@ from typing import NamedTuple
 import psutil
 
 from easyrl.environments import host
-from easyrl.rewards import worker
+from easyrl.processes import REWARD_PROCESS
 from runs import SMALL, command, lines_of, shared_memory, summary_of
 
 ITERATIONS, PROMPTS, GENERATIONS = 12, 4, 4
@@ -148,9 +148,7 @@ class Run:
     def victims(self, kind):
         if kind == "controller":
             return [psutil.Process(self.process.pid)]
-        start = {"environment": host.PROCESS_NAME, "reward": worker.PROCESS_NAME}.get(
-            kind, f"{kind}-"
-        )
+        start = {"environment": host.PROCESS_NAME, "reward": REWARD_PROCESS}.get(kind, f"{kind}-")
         found = []
         for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -17,12 +17,13 @@ import pytest
 from reward_pools import finished, rewards_of
 
 from easyrl.config import ConfigError
+from easyrl.processes import REWARD_PROCESS
+from easyrl.rewards import heartbeat, worker
 from easyrl.rewards import pool as pool_module
-from easyrl.rewards import worker
 from easyrl.rewards.functions import RewardError
 from easyrl.rewards.loading import read_sources
 from easyrl.rewards.pool import RewardPool, try_rewards, weighted_sum
-from easyrl.rewards.worker import PROCESS_NAME, Call
+from easyrl.rewards.worker import Call
 from easyrl.types import Prompt
 from easyrl.user_code import user_traceback
 from own_processes import WAIT_SECONDS
@@ -195,7 +196,7 @@ def test_function_that_fails_hangs_or_crashes_when_tried_is_a_warning(own, monke
     expected = ("2 s", "ended", "KeyError: 'mine'", "nan", "SystemExit: 3")
     for text, warning in zip(expected, warnings, strict=True):
         assert text in warning and "reward.check" in warning
-    left = [each for each in descendants(os.getpid()) if each.name() == PROCESS_NAME]
+    left = [each for each in descendants(os.getpid()) if each.name() == REWARD_PROCESS]
     assert wait_until_gone(left) == []
     with pytest.raises(ConfigError, match="a_set"):
         tried("good", "a_set")
@@ -328,7 +329,9 @@ BESIDE = {
     "package/__init__.py": "from .other import five\n",
     "package/other.py": "five = 5\n",
     "package/inner.py": "from package import five\nimport package.last\nfactor = five\n",
-    "package/last.py": "",
+    "package/last.py": "from .deep import at",
+    "package/deep/__init__.py": "from ..level import at",
+    "package/level.py": "at = 1",
 }
 
 
@@ -352,22 +355,34 @@ def test_modules_beside_a_function_are_those_of_the_start_also_on_another_machin
         assert scores_of(pool) == [[30.0, 45.0]]
 
 
-def test_functions_in_two_folders_have_the_modules_beside_them(tmp_path):
+@pytest.mark.parametrize(
+    ("first", "second", "same"),
+    [
+        (("reward", "import utils"), ("reward", "import utils"), "utils"),
+        (("utils", ""), ("reward", "def later(): import utils"), "utils"),
+        (("reward", "from package import one"), ("utils", "from package import two"), "package"),
+        (("reward", "import json, utils"), ("reward", "import json"), None),
+    ],
+)
+def test_files_in_two_folders_need_no_different_modules_of_one_name(tmp_path, first, second, same):
+    """Python has one of a name: a function would call what belongs to the other one."""
     specs = []
-    for number, name in enumerate(("one", "two"), start=1):
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "utils.py").write_text(f"def grade(): return {number}\n")
-        function = f"import json, utils\ndef {name}(completions, **_):\n"
-        function += "    return [utils.grade()] * len(completions)\n"
-        (folder / "reward.py").write_text(function)
-        (folder / "json.py").write_text("raise SystemError('it shadows the real one')")
-        specs.append(f"{folder}/reward.py:{name}")
-    rewards = rewards_of(*specs, reward__num_workers=1)
-    sources = read_sources({"reward.functions": rewards.functions}, rewards.options.judge)
-    for each in (sources, {}):
-        with closing(RewardPool(rewards, each)) as pool:
-            assert scores_of(pool) == [[1.0, 1.0], [2.0, 2.0]]
+    for folder, (name, imports) in ((tmp_path / "one", first), (tmp_path / "two", second)):
+        (folder / "package").mkdir(parents=True)
+        for module in ("utils", "json", "package/one", "package/two"):
+            (folder / f"{module}.py").write_text("")
+        function = (
+            f"{imports}\ndef {folder.name}(completions, **_): return [1.0] * len(completions)"
+        )
+        (folder / f"{name}.py").write_text(function)
+        specs.append(f"{folder}/{name}.py:{folder.name}")
+    rewards = rewards_of(*specs)
+    example = Prompt(0, "1+1=", {})
+    if same is None:
+        assert try_rewards(rewards, example) == []
+        return
+    with pytest.raises(ConfigError, match=f"one module '{same}' beside .*/two"):
+        try_rewards(rewards, example)
 
 
 INVALID = {
@@ -443,7 +458,7 @@ def test_process_killed_during_a_call_costs_nothing_unless_it_happens_again(open
 
 def test_call_that_was_late_while_the_run_was_stopped_is_repeated(open_pool, reports, monkeypatch):
     """Ctrl-Z and a laptop that sleeps stop the run, but not the clock."""
-    monkeypatch.setattr(pool_module, "STOPPED_SECONDS", 0.0)
+    monkeypatch.setattr(heartbeat, "PAUSE_SECONDS", 0.0)
     pool = open_pool("evaluates", reward__timeout_seconds=2)
     assert scores_of(pool, "hangs_once()") == [[1.0, 1.0]] and len(reports) == 1
     with pytest.raises(RewardError, match="took longer than 2 s"):

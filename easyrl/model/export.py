@@ -35,7 +35,6 @@ from easyrl.model.adapter_files import (
     read_adapter,
 )
 from easyrl.model.checkpoint_files import STATE, UNFINISHED, Checkpoint, find_checkpoint
-from easyrl.model.kept_parts import PROCESSOR_FILES
 from easyrl.model.weight_files import FLOAT32, read_headers, read_json
 
 TRUST = "model.trust_remote_code"  # never taken from the files of a run, which may be another's
@@ -47,17 +46,30 @@ CARD_MARK = "\n<!-- card of easyrl export, sha256 of the text above: "
 MODEL_FILES = (
     "config.json",
     "generation_config.json",
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "pytorch_model*.bin*",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model*.bin",
+    "pytorch_model.bin.index.json",
+    "adapter_model*.safetensors",
     ADAPTER_CONFIG,
-    *files.TOKENIZERS,
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "tekken.json",
+    "tiktoken.model",
+    "*.tiktoken",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
     "special_tokens_map.json",
     "added_tokens.json",
-    "merges.txt",
-    *PROCESSOR_FILES,
+    "chat_template.jinja",
+    "chat_template.json",
+    "*processor_config.json",
+    "quantize_config.json",
 )
-"""Patterns of the files that belong to a model: those that are removed when it is replaced."""
+"""Patterns of the files that belong to a model: those that are removed when it is replaced. What
+they match is lost, so they are narrow."""
 MODEL_FOLDERS = (MERGED, "additional_chat_templates")
 
 StrPath = str | os.PathLike[str]

@@ -12,7 +12,8 @@ import builtins
 import functools
 import importlib
 import re
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Iterator
 from types import ModuleType
 
 STAR_MODULES = (
@@ -58,20 +59,20 @@ def names_used(program: str) -> dict[str, tuple[str, str]]:
     return used
 
 
-def slow_imports(sources: Sequence[str]) -> list[str]:
-    """Return the modules of SLOW_LIBRARIES that these Python sources import, also in functions."""
-    found: list[str] = []
-    for source in sources:
-        if any(library in source for library in SLOW_LIBRARIES):
-            found += _imported(source)
-    is_slow = [name for name in found if name.partition(".")[0] in SLOW_LIBRARIES]
-    return list(dict.fromkeys(is_slow))
+def slow_imports(program: str) -> list[str]:
+    """Return the modules of SLOW_LIBRARIES that a program imports, also in functions."""
+    if not any(library in program for library in SLOW_LIBRARIES):
+        return []
+    slow = [name for name in _imported(program) if name.partition(".")[0] in SLOW_LIBRARIES]
+    return list(dict.fromkeys(slow))
 
 
-def _imported(source: str) -> Iterator[str]:
+def _imported(program: str) -> Iterator[str]:
     try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # of a model's program
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of its texts
+            tree = ast.parse(program)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # a model has written it
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -628,8 +628,10 @@ def take_instance_apart(value: Any) -> tuple[str, Any] | None:
     """Return the tag, the class, its arguments, and the content of a `deque` or a dictionary, for
     an instance that these alone make."""
     kind = type(value)
-    make, arguments, *rest = value.__reduce_ex__(2)
-    state, items, pairs = [*rest, None, None, None][:3]
+    make, arguments, *further = value.__reduce_ex__(2)
+    state, items, pairs = None, None, None
+    if further:
+        state, items, pairs = (*further, None, None)[:3]
     if make is not kind or state:
         return None
     return "copy", (kind, arguments, list(items or ()), list(pairs or ()))

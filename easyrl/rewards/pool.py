@@ -24,6 +24,7 @@ from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from multiprocessing import get_context
+from secrets import token_hex
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,6 +37,7 @@ from easyrl.processes import UNGUARDED_MESSAGE
 from easyrl.rewards import loading
 from easyrl.rewards.builtin import BUILT_IN
 from easyrl.rewards.functions import GroupLost, RewardError
+from easyrl.rewards.heartbeat import Heartbeat
 from easyrl.rewards.leftovers import end_programs, end_programs_of_lost_processes
 from easyrl.rewards.worker import (
     Call,
@@ -52,9 +54,6 @@ POLL_SECONDS = 1.0
 CHECK_SECONDS = 10.0  # longest check of a function, with the time that its file takes to load
 PROCESS_BYTES = 76 * 2**20  # of a process of functions: Python and math-verify, measured on Linux
 MAX_RESTARTS = 3  # pools that may break one after the other without scoring a group
-STOPPED_SECONDS = 5.0
-"""Between two calls of `finished`: this process was stopped (Ctrl-Z, a laptop that sleeps), or is
-busy with other work. The time limits of calls, which pebble takes from the clock, went on."""
 
 
 class ScoredGroup(NamedTuple):
@@ -75,8 +74,8 @@ class _Task:
     call: Call
     completions: slice  # those of the group that are scored
     future: Future[Any] = field(default_factory=Future)  # its result: the arguments of `Scored`
+    scheduled: float = 0.0  # when, in Unix seconds
     is_repeated: bool = False  # after its process was killed, or this one was stopped
-    was_stopped: bool = False  # this process was stopped while the call ran
     is_elsewhere: bool = False  # another process than the pool's scores them
 
 
@@ -85,7 +84,7 @@ class _Group:
     """A group that is being scored."""
 
     key: Hashable
-    number: int  # of the groups that were submitted
+    number: int  # in the order in which groups were submitted
     tasks: list[_Task] = field(default_factory=list)
     num_open: int = 0  # tasks that are not over
 
@@ -94,7 +93,7 @@ class _Done(NamedTuple):
     """A call has ended."""
 
     task: _Task
-    future: Future[Any]  # the task has another one by now if it is repeated
+    future: Future[Any]  # not the task's own one any more, if that is repeated
 
 
 class RewardPool:
@@ -142,7 +141,8 @@ class RewardPool:
         self._done: deque[_Done] = deque()  # calls that have ended; threads of the pools add them
         self._scored: list[_Group] = []  # whose calls have all ended
         self._num_submitted = 0
-        self._last_seen = time.time()  # when `finished` was called last
+        self._heartbeat = Heartbeat()
+        self._mark = token_hex(8)  # of the programs that functions start
         self._num_restarts = 0
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
         self._start_pools()
@@ -194,17 +194,16 @@ class RewardPool:
         function failed and `reward.on_error` is `stop`."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake_fd)
-        self._notice_stop()
         if self.is_broken:
             self._restart()
         has_lost_process = False
         while self._done:
             task, future = self._done.popleft()
             if future is not task.future or not _is_over(task):
-                continue  # it is repeated, or will be once the broken pool is replaced
+                continue  # The call is repeated, or will be once the broken pool is replaced.
             error = future.exception()
             has_lost_process |= isinstance(error, (TimeoutError, ProcessExpired))
-            reason = "" if task.is_repeated else _reason_to_repeat(task)
+            reason = self._reason_to_repeat(task)
             if reason:
                 self._report(f"{reason}; its call is repeated")
                 task.is_repeated = True
@@ -214,7 +213,7 @@ class RewardPool:
             if task.group.num_open == 0:
                 self._scored.append(task.group)
         if has_lost_process:
-            end_programs_of_lost_processes()
+            end_programs_of_lost_processes(self._mark)
         if self._scored:
             self._num_restarts = 0
         self._scored.sort(key=lambda group: group.number)
@@ -225,15 +224,16 @@ class RewardPool:
             collected.append((group.key, self._collect(group)))
         return collected
 
-    def _notice_stop(self) -> None:
-        """Remember which calls were running while this process was stopped. Some may have ended
-        just now."""
-        now = time.time()
-        if now - self._last_seen > STOPPED_SECONDS:
-            for group in self._groups.values():
-                for task in group.tasks:
-                    task.was_stopped = True
-        self._last_seen = now
+    def _reason_to_repeat(self, task: _Task) -> str:
+        """Return why a call that is over is repeated; empty if it is not."""
+        if task.is_repeated or task.is_elsewhere:
+            return ""
+        match task.future.exception():
+            case ProcessExpired(exitcode=code) if code == -signal.SIGKILL:
+                return "a reward process was killed by SIGKILL"
+            case TimeoutError() if self._heartbeat.has_paused_since(task.scheduled):
+                return "a reward took too long while this process was stopped"
+        return ""
 
     def _open_tasks(self) -> Iterator[_Task]:
         for group in self._groups.values():
@@ -252,7 +252,8 @@ class RewardPool:
 
     def close(self) -> None:
         """End all processes at once, whatever they are doing."""
-        _end_pools(self._pools)
+        self._heartbeat.stop()
+        _end_pools(self._pools, self._mark)
         if self._wake_fd >= 0:
             os.close(self._wake_fd)
             self._wake_fd = -1
@@ -263,12 +264,12 @@ class RewardPool:
         rewards = self._rewards
         self._pools: list[ProcessPool] = []
         if len(self._models) < len(rewards.functions):
-            pool = _open_pool(rewards.options.num_workers, rewards, self._sources)
+            pool = _open_pool(rewards.options.num_workers, rewards, self._sources, self._mark)
             pool.schedule(int)  # pebble starts the processes with the first task
             self._pools.append(pool)
         if self._models:
             specs = [rewards.functions[index] for index in self._models]
-            pool = _open_pool(1, rewards, self._sources, specs, self._environment)
+            pool = _open_pool(1, rewards, self._sources, self._mark, specs, self._environment)
             # A call without completions loads the models. It has no timeout.
             loading_call = Call("", [], [], {}, functions=self._models)
             pool.schedule(run_call, (loading_call,))
@@ -280,7 +281,7 @@ class RewardPool:
             ended = f"the reward processes ended {self._num_restarts} times"
             raise RewardError(FailedCall(ended))
         self._report("the reward processes were lost; new ones start, and repeat their calls")
-        _end_pools(self._pools)
+        _end_pools(self._pools, self._mark)
         self._start_pools()
         for task in self._open_tasks():
             if not task.is_elsewhere:
@@ -305,6 +306,7 @@ class RewardPool:
             self._wake()
 
         task.future = future
+        task.scheduled = time.time()
         future.add_done_callback(note)
 
     def _limit_of(self, spec: str) -> float | None:
@@ -420,7 +422,8 @@ def try_rewards(rewards: RewardSpec, example: Prompt | None) -> list[str]:
                 warnings += BUILT_IN[spec].try_once(rewards, example)
     if not own:
         return warnings
-    pool = _open_pool(1, rewards, {}, own)
+    mark = token_hex(8)
+    pool = _open_pool(1, rewards, {}, mark, own)
     try:
         for spec in own:
             tried = pool.schedule(try_function, (spec, example), timeout=CHECK_SECONDS)
@@ -436,7 +439,7 @@ def try_rewards(rewards: RewardSpec, example: Prompt | None) -> list[str]:
             raise
         raise ConfigError(UNGUARDED_MESSAGE) from None
     finally:
-        _end_pools([pool])
+        _end_pools([pool], mark)
     return [warning for warning in warnings if warning]
 
 
@@ -452,22 +455,12 @@ def _open_pool(num_workers: int, *arguments: Any) -> ProcessPool:
     return ProcessPool(num_workers, initializer=start, initargs=arguments, context=context)
 
 
-def _end_pools(pools: Sequence[ProcessPool]) -> None:
-    end_programs()
+def _end_pools(pools: Sequence[ProcessPool], mark: str) -> None:
+    """End pools, and the programs of their processes, which have a mark."""
     for pool in pools:
         pool.stop()  # type: ignore[no-untyped-call]
         pool.join()
-    end_programs_of_lost_processes()
-
-
-def _reason_to_repeat(task: _Task) -> str:
-    """Return why a call that is over is repeated; empty if it is not."""
-    match task.future.exception():
-        case ProcessExpired(exitcode=code) if code == -signal.SIGKILL:
-            return "a reward process was killed by SIGKILL"
-        case TimeoutError() if task.was_stopped:
-            return "a reward took too long while this process was stopped or busy"
-    return ""
+    end_programs(mark)
 
 
 def _is_over(task: _Task) -> bool:

@@ -25,9 +25,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from easyrl.processes import MAX_INT_DIGITS
+from easyrl.processes import MAX_INT_DIGITS, REWARD_PROCESS, name_of
 from easyrl.rewards import code_runner
-from easyrl.rewards.leftovers import PROCESS_NAME, name_of
 
 Kind = Literal["bwrap", "limits"]
 SYSTEM_FILES = (
@@ -270,6 +269,6 @@ def _count_other_processes() -> int:
             if process.stat().st_uid != os.geteuid():
                 continue
             count += len([*(process / "task").iterdir()])
-            if name_of(int(process.name)) == PROCESS_NAME:
+            if name_of(int(process.name)) == REWARD_PROCESS:
                 count += PROCESSES_OF_PROGRAM
     return count

@@ -31,11 +31,17 @@ from easyrl.config import ConfigError
 from easyrl.config.spec import RewardSpec
 from easyrl.data.pictures import with_images
 from easyrl.events import SAMPLE_COLUMNS
-from easyrl.processes import allow_long_integers, die_with_parent, maybe_sleep, set_name
+from easyrl.processes import (
+    REWARD_PROCESS,
+    allow_long_integers,
+    die_with_parent,
+    maybe_sleep,
+    set_name,
+)
 from easyrl.rewards import loading
 from easyrl.rewards.builtin import BUILT_IN
 from easyrl.rewards.functions import RewardFunction
-from easyrl.rewards.leftovers import PROCESS_NAME, mark_programs
+from easyrl.rewards.leftovers import mark_programs
 from easyrl.types import Messages, Prompt
 from easyrl.user_code import user_traceback
 
@@ -124,6 +130,7 @@ Await = Callable[[Coroutine[Any, Any, Any]], Any]
 def start(
     rewards: RewardSpec,
     sources: Mapping[str, str],
+    pool_mark: str = "",
     specs: Sequence[str] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> None:
@@ -132,6 +139,7 @@ def start(
     Args:
         rewards: the functions, and how they are run.
         sources: texts of the user's files, by path, as `user_code.sources` keeps them.
+        pool_mark: by which the pool finds the programs that functions start; "": it does not.
         specs: the functions that this process calls; by default all.
         environment: environment variables that are set before torch is imported. They are given to
             the process of the reward models alone, whose memory is not limited.
@@ -143,12 +151,13 @@ def start(
     # User code may start processes as in any program; they end with this one.
     multiprocessing.set_start_method(None, force=True)  # `spawn` is EasyRL's
     multiprocessing.current_process().daemon = False
-    mark_programs()
+    if pool_mark:
+        mark_programs(pool_mark)
     os.register_at_fork(after_in_child=lambda: die_with_parent(os.getppid()))
     sys.modules["__main__"].__spec__ = find_spec("easyrl.processes")  # others import it at first
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # end at once
     die_with_parent()
-    set_name(PROCESS_NAME)
+    set_name(REWARD_PROCESS)
     allow_long_integers()
     output = BoundedOutput(sys.stderr.buffer, errors="backslashreplace", line_buffering=True)
     # Functions print to standard error: `--dry-run` writes a config file to standard output.
