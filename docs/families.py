@@ -145,8 +145,9 @@ What a run does with a model of each type, and what generates its completions. T
 No list of names decides. When a model is loaded, a packed row of small groups and trees must give
 the logits of its sequences alone, by transformers' own `eager` attention, or prompts are repeated.
 A row of this page is that decision for a tiny random model of the type, on a CPU with transformers
-{transformers.__version__}. For a model with other features than the tiny one it may differ; a start
-says what was decided.
+{transformers.__version__}; older ones find no layer with a state, and repeat the prompts of
+these types. For a model with other features than the tiny one it may differ; a start says what was
+decided.
 
 Types with a text model inside, such as Qwen3.5 with its vision tower, are on [a page of their
 own](multimodal.md).
