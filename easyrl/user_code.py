@@ -45,7 +45,7 @@ CONTENT_DIGEST = re.compile(r"^# content \w{64}$", re.MULTILINE)
 
 class _Files(importlib.abc.MetaPathFinder):
     """Imports a file without a name of its own by its path, also in processes that the user's code
-    starts; and what lies beside the user's files, as it was at the start of the run."""
+    starts; and on a machine without the user's files what lies beside them."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: object = None
@@ -54,8 +54,6 @@ class _Files(importlib.abc.MetaPathFinder):
         if found:
             file = os.fsdecode(bytes.fromhex(found[1]))
             return importlib.util.spec_from_file_location(fullname, file)
-        if not sources or _is_never_beside(fullname):
-            return None
         for folders in _folders.values():
             for folder in folders:
                 spec = self._find_beside(fullname, path, folder)
@@ -72,10 +70,10 @@ class _Files(importlib.abc.MetaPathFinder):
         if path is not None and str(place.parent) not in path:
             return None
         for file in _files_of_module(base):
-            if str(file) in sources and not _is_elsewhere(fullname, path, file):
+            if str(file) in sources:
                 return importlib.util.spec_from_loader(fullname, _Source(file))
         has_modules = any(each.startswith(f"{base}{os.sep}") for each in sources)
-        if has_modules and PathFinder.find_spec(fullname, path) is None:
+        if has_modules:
             spec = ModuleSpec(fullname, None, is_package=True)  # a folder without __init__.py
             spec.submodule_search_locations = [str(place)]
             return spec
@@ -111,15 +109,7 @@ def _is_never_beside(name: str) -> bool:
     return top in sys.stdlib_module_names or top == __package__
 
 
-def _is_elsewhere(fullname: str, path: Sequence[str] | None, file: Path) -> bool:
-    """Return whether Python would import another file by this name."""
-    found = PathFinder.find_spec(fullname, path)
-    if found is None or found.origin is None:
-        return False
-    return _file(found.origin) != _file(str(file))
-
-
-sys.meta_path.insert(0, _Files())
+sys.meta_path.append(_Files())  # the last: it finds what no other one does
 
 
 def load_function(
@@ -206,10 +196,15 @@ def digest_files(specs: Iterable[str]) -> str:
     if not files:
         return ""
     text = ""
-    for file in _with_modules_beside(files):
+    for file in files:  # grows by the modules that the files import
         content = file.read_text("utf-8", "replace")
         digest_line = CONTENT_DIGEST.search(content)
         text += digest_line[0] if digest_line else content
+        # As in earlier versions, whose runs can be resumed: fewer than `_with_modules_beside`.
+        for imported in _imports(file):
+            for beside in _files_of_module(file.parent / imported.name.replace(".", "/")):
+                if beside.is_file() and beside not in files:
+                    files.append(beside)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -292,7 +287,8 @@ def _load(path: str) -> ModuleType:
     file = _file(path)
     sys.path.append(str(file.parent))
     _folders.setdefault(str(file.parent), []).append(Path(path).parent)
-    _check_names_beside(file)
+    if path not in sources:  # else it was checked before the run
+        _check_names_beside(file)
     spec = importlib.util.spec_from_file_location(_module_name(file), file)
     assert spec is not None and spec.loader is not None  # the suffix is .py
     module = importlib.util.module_from_spec(spec)
@@ -312,11 +308,24 @@ def _check_names_beside(file: Path) -> None:
         first_part = module.relative_to(file.parent).parts[0]
         names.add(first_part.removesuffix(".py"))
     for name in sorted(names):
+        if _is_installed(name):
+            continue
         for folders in (_folders_of_modules, _folders_of_files):
             _check_folder(name, folders.get(name, file.parent), file.parent)
         _folders_of_modules[name] = file.parent
     _check_folder(file.stem, _folders_of_modules.get(file.stem, file.parent), file.parent)
     _folders_of_files.setdefault(file.stem, file.parent)
+
+
+def _is_installed(name: str) -> bool:
+    """Return whether a module is found elsewhere than beside the user's files: they shadow none."""
+    found = PathFinder.find_spec(name)
+    if found is None or found.origin is None:
+        return False
+    origin = Path(found.origin)
+    is_package = origin.name == "__init__.py"
+    folder = origin.parent.parent if is_package else origin.parent
+    return str(folder) not in _folders
 
 
 def _check_folder(name: str, other: Path, folder: Path) -> None:

@@ -335,10 +335,7 @@ BESIDE = {
 }
 
 
-@pytest.mark.parametrize("is_there", [True, False])
-def test_modules_beside_a_function_are_those_of_the_start_also_on_another_machine(
-    tmp_path, monkeypatch, is_there
-):
+def test_modules_beside_a_function_come_with_it_to_another_machine(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = Path("mine")
     for name, text in BESIDE.items():
@@ -347,10 +344,6 @@ def test_modules_beside_a_function_are_those_of_the_start_also_on_another_machin
     rewards = rewards_of(f"{folder}/mine.py:f", reward__num_workers=1)
     sources = read_sources({"reward.functions": rewards.functions}, rewards.options.judge)
     folder.rename("elsewhere")
-    if is_there:
-        for name in BESIDE:
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_text("raise SystemError('it has changed')")
     with closing(RewardPool(rewards, sources)) as pool:
         assert scores_of(pool) == [[30.0, 45.0]]
 
@@ -362,6 +355,7 @@ def test_modules_beside_a_function_are_those_of_the_start_also_on_another_machin
         (("utils", ""), ("reward", "def later(): import utils"), "utils"),
         (("reward", "from package import one"), ("utils", "from package import two"), "package"),
         (("reward", "import json, utils"), ("reward", "import json"), None),
+        (("reward", "import numpy"), ("reward", "import numpy"), None),
     ],
 )
 def test_files_in_two_folders_need_no_different_modules_of_one_name(tmp_path, first, second, same):
@@ -369,7 +363,7 @@ def test_files_in_two_folders_need_no_different_modules_of_one_name(tmp_path, fi
     specs = []
     for folder, (name, imports) in ((tmp_path / "one", first), (tmp_path / "two", second)):
         (folder / "package").mkdir(parents=True)
-        for module in ("utils", "json", "package/one", "package/two"):
+        for module in ("utils", "json", "numpy", "package/one", "package/two"):
             (folder / f"{module}.py").write_text("")
         function = (
             f"{imports}\ndef {folder.name}(completions, **_): return [1.0] * len(completions)"

@@ -180,7 +180,8 @@ def train(
         is_restarted = resumed is None and resumes_by_itself(resolved, folder)
         if inputs and (not is_restarted or run_folder.is_locked(folder)):
             run_folder.refuse_existing(folder, but_inputs=False)
-        if is_restarted and not run_folder.is_unstarted(folder):
+        has_started = (folder / "config.yaml").is_file() and not run_folder.is_unstarted(folder)
+        if is_restarted and has_started:
             inputs.check_unchanged(folder)
         called = Callbacks(_list_of(callbacks), lambda: Run(folder))
         with inputs.stored(resolved, folder) as stored:

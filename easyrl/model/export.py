@@ -46,18 +46,22 @@ CARD_MARK = "\n<!-- card of easyrl export, sha256 of the text above: "
 MODEL_FILES = (
     "config.json",
     "generation_config.json",
-    "model*.safetensors",
-    "model.safetensors.index.json",
+    "params.json",
+    "*.safetensors",
+    "*.safetensors.index.json",
     "pytorch_model*.bin",
     "pytorch_model.bin.index.json",
-    "adapter_model*.safetensors",
+    "tf_model*.h5",
     ADAPTER_CONFIG,
+    "adapter_model*.bin",
     "tokenizer.json",
     "tokenizer_config.json",
-    "tokenizer.model",
+    "tokenizer.model*",
     "tekken.json",
     "tiktoken.model",
     "*.tiktoken",
+    "spiece.model",
+    "sentencepiece*.model",
     "vocab.json",
     "vocab.txt",
     "merges.txt",
@@ -69,7 +73,7 @@ MODEL_FILES = (
     "quantize_config.json",
 )
 """Patterns of the files that belong to a model: those that are removed when it is replaced. What
-they match is lost, so they are narrow."""
+they match is lost, so they are narrow, but vLLM loads any safetensors file beside a model's own."""
 MODEL_FOLDERS = (MERGED, "additional_chat_templates")
 
 StrPath = str | os.PathLike[str]

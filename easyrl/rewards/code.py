@@ -82,7 +82,8 @@ class Suite:
         """Run all tests; return whether all passed. Raises SandboxError if nothing can be run."""
         names = names_used(program) if self.has_usual_names else {}
         slow: list[str] = []
-        if self.kind != "asserts":  # a generator of random numbers would be the test's, too
+        # Of Python tests a generator of random numbers would be the program's, too.
+        if self.kind != "asserts" and len(self.tests) > 1:
             slow = slow_imports(program)
             if "np" in names:
                 slow.append("numpy")

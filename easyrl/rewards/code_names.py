@@ -60,7 +60,8 @@ def names_used(program: str) -> dict[str, tuple[str, str]]:
 
 
 def slow_imports(program: str) -> list[str]:
-    """Return the modules of SLOW_LIBRARIES that a program imports, also in functions."""
+    """Return the modules of SLOW_LIBRARIES that a program imports at its start. What a function
+    imports may never be needed."""
     if not any(library in program for library in SLOW_LIBRARIES):
         return []
     slow = [name for name in _imported(program) if name.partition(".")[0] in SLOW_LIBRARIES]
@@ -74,7 +75,11 @@ def _imported(program: str) -> Iterator[str]:
             tree = ast.parse(program)
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # a model has written it
         return
-    for node in ast.walk(tree):
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            waiting += ast.iter_child_nodes(node)
         if isinstance(node, ast.Import):
             for each in node.names:
                 yield each.name

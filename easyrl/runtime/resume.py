@@ -99,8 +99,8 @@ class SavedState:
     file_sizes: Mapping[str, int] = field(default_factory=dict)
     """Sizes of the growing files of the run folder: what follows is discarded on resume."""
     given: Mapping[str, Any] = field(default_factory=dict)
-    """Settings as the user gave them, where the start has replaced them: of a run that trains the
-    weights of another one {"model.path": "/runs/A", "train.learning_rate": None}."""
+    """Settings as the user gave them, where the start has replaced them, and what it made of them:
+    of a run that trains the weights of another one {"train.learning_rate": [None, 5e-7]}."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,23 +200,24 @@ def saved_state(folder: Path) -> SavedState | None:
 
 
 def replaced_at_start(given: Config, used: Config) -> dict[str, Any]:
-    """Return the settings that the start of a run has replaced, as they were given."""
+    """Return the settings that the start of a run has replaced: as given, and as used."""
     replaced = {}
     for key in REPLACED_AT_START:
         value_of = attrgetter(key)
         if value_of(given) != value_of(used):
-            replaced[key] = value_of(given)
+            replaced[key] = [value_of(given), value_of(used)]
     return replaced
 
 
 def as_started(config: Config, state: SavedState) -> Config:
     """Replace the settings of a restarted run as its start did, where they are the same as then:
     a run as `model.path` may have other weights by now."""
-    used = by_name(state.config)
+    saved = by_name(state.config)
+    may_have_changed = keys_marked(MAY_CHANGE)  # by a later command; files may have been moved
     changes = {}
-    for key, given in state.given.items():
+    for key, (given, used) in state.given.items():
         if attrgetter(key)(config) == given:
-            changes[key] = used[key]
+            changes[key] = used if key in may_have_changed else saved[key]
     return change_config(config, changes)
 
 
