@@ -254,7 +254,7 @@ HONEST = {  # a program, its tests, and further columns of the row
         {"inputs": [""], "outputs": ["3\n4"]},
     ),
     "a slow library is there before the program is": (
-        "import sys\nprint('numpy' in sys.modules)\ndef f(): import numpy as np",
+        "import sys\nprint('numpy' in sys.modules)\nimport numpy as np",
         {"inputs": ["", ""], "outputs": ["True", "True"]},
     ),
     "NumPy": (
