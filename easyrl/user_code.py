@@ -200,7 +200,7 @@ def digest_files(specs: Iterable[str]) -> str:
         content = file.read_text("utf-8", "replace")
         digest_line = CONTENT_DIGEST.search(content)
         text += digest_line[0] if digest_line else content
-        # As in earlier versions, whose runs can be resumed: fewer than `_with_modules_beside`.
+        # As in earlier versions, whose runs can be resumed: fewer than `_modules_beside`.
         for imported in _imports(file):
             for beside in _files_of_module(file.parent / imported.name.replace(".", "/")):
                 if beside.is_file() and beside not in files:
@@ -209,38 +209,35 @@ def digest_files(specs: Iterable[str]) -> str:
 
 
 def _modules_beside(file: Path) -> list[Path]:
-    """Return the modules in the folder of a file, and in folders of it, that the file needs."""
-    found = _with_modules_beside([file])
-    return [each for each in found[1:] if each.is_relative_to(file.parent)]
-
-
-def _with_modules_beside(files: Sequence[Path]) -> list[Path]:
-    """Return files with the modules beside them that they import, and that these import."""
-    roots = [file.parent for file in files]
-    found = dict.fromkeys(files)
-    waiting = deque(files)
+    """Return the modules in the folder of a file, and in folders of it, that the file needs: those
+    that it imports, and those that these import."""
+    root = file.parent
+    found: list[Path] = []
+    waiting = deque([file])
     while waiting:
-        file = waiting.popleft()
-        for imported in _imports(file):
-            for folder in imported.folders(file, roots):
+        importing = waiting.popleft()
+        for imported in _imports(importing):
+            for folder in imported.folders(importing, root):
                 for module in _modules_in(folder, imported.name):
-                    if module not in found:
-                        found[module] = None
+                    is_new = module not in found and module != file
+                    if is_new and module.is_relative_to(root):
+                        found.append(module)
                         waiting.append(module)
-    return [*found]
+    return found
 
 
 class _Import(NamedTuple):
     name: str  # of a module, without leading dots
     num_dots: int
 
-    def folders(self, file: Path, roots: Sequence[Path]) -> Iterable[Path]:
-        """Return the folders in which the module may lie for a file that imports it."""
+    def folders(self, file: Path, root: Path) -> Iterable[Path]:
+        """Return the folders in which the module may lie for a file that imports it. `root`: the
+        folder of the user's file that needs both."""
         if self.num_dots > 0:
             return file.parents[self.num_dots - 1 : self.num_dots]
         if _is_never_beside(self.name):
             return []
-        return dict.fromkeys([file.parent, *roots])
+        return dict.fromkeys([file.parent, root])
 
 
 def _modules_in(folder: Path, name: str) -> list[Path]:

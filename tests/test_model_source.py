@@ -376,7 +376,7 @@ def test_a_run_starts_from_the_weights_and_the_learning_rate_of_a_run(finished_r
 
 @pytest.mark.parametrize("name", ["run", "checkpoint", "adapter", "named adapter"])
 def test_a_restart_continues_what_its_command_started(name, finished_run, tmp_path, monkeypatch):
-    """With one command, whether the first attempt ended before or after its first checkpoint."""
+    """The first attempt may end before its first checkpoint, or after it."""
     path = {"run": finished_run.folder, "checkpoint": finished_run.folder / "checkpoints" / "3"}
     words = [f"model.path={path.get(name, tmp_path / 'adapter')}"]
     adapter(tmp_path / "adapter", "tiny")

@@ -298,8 +298,10 @@ def _schemas_of(tools: list[dict[str, Any]]) -> dict[str, Mapping[str, Any]]:
     schemas: dict[str, Mapping[str, Any]] = {}
     for tool in tools:
         function = tool["function"]
+        name = function["name"]
         parameters = function["parameters"]
-        schemas[function["name"]] = parameters if isinstance(parameters, dict) else {}
+        takes_any = not isinstance(parameters, dict)  # the schema `true`
+        schemas[name] = {} if takes_any else parameters
     return schemas
 
 

@@ -81,12 +81,17 @@ def change_config(config: Config, changes: Mapping[str, Any]) -> Config:
 def move_inputs(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return the settings of a run, by section, with its inputs in `folder`: the run's folder may
     have been moved or copied there."""
-    before = (settings.get("output") or {}).get("dir")
+    output = settings.get("output") or {}
+    before = output.get("dir")
+    now = folder.absolute()
     # Beginnings of texts as JSON has them, which escapes quotes and letters like "ä".
-    old_beginning = json.dumps(f"{before}/{INPUTS}/")[:-1]
-    new_beginning = json.dumps(f"{folder.absolute()}/{INPUTS}/")[:-1]
-    text = json.dumps(settings).replace(old_beginning, new_beginning)
-    return dict(json.loads(text))
+    old_text = json.dumps(f"{before}/{INPUTS}/")
+    new_text = json.dumps(f"{now}/{INPUTS}/")
+    old_beginning = old_text.removesuffix('"')
+    new_beginning = new_text.removesuffix('"')
+    written = json.dumps(settings)
+    moved = written.replace(old_beginning, new_beginning)
+    return dict(json.loads(moved))
 
 
 def _put(settings: dict[str, Any], name: str, value: Any) -> None:

@@ -56,7 +56,7 @@ FIRST_USER = 61184
 NUM_USERS = 4336
 """User numbers for programs when EasyRL runs as root: systemd's range for dynamic users."""
 PROCESSES_OF_PROGRAM = 8
-"""What a usual program runs in: the runner, a test, the program, and a few of its own."""
+"""Processes of a usual program: the runner, a test, the program, and a few that it starts."""
 PROBE = {"kind": "stdin", "program": "print(1)", "tests": [""]}
 """A job (see `code.Suite`); `names`, `slow_imports` and `has_integer_keys` can be left out."""
 PR_SET_CHILD_SUBREAPER = 36

@@ -66,8 +66,8 @@ ALONE = re.compile(
     """,
     re.VERBOSE,
 )
-"""What may follow `7/2`. Before anything else it is written `(7/2)`, since `7/2 x` would be read as
-7/(2x)."""
+"""What may stand behind `7/2`. Where something else does, the number is written `(7/2)`, because
+`7/2 x` would be read as 7/(2x)."""
 MIXED_NUMBER = re.compile(
     rf"""
     (?<![\w.:^'\u2019)}}])
